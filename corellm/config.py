@@ -1,0 +1,106 @@
+"""Engine options: one frozen dataclass, the only place where a default lives.
+
+The CLI expands `EngineOptions` into each command's signature, the environment fills it (`CORELLM_<NAME>`), and
+`EngineNode` takes its fields as keyword arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+from corellm.errors import OptionError
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHES = ("radix", "naive")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEMO_MODEL = "demo"
+
+
+def _option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a user may say about an engine. `None` means: decided at start from the device and the model.
+
+    Raises `OptionError`, naming the option, when a value is out of range.
+    """
+
+    model: str | None = _option(None, "Local folder, Hugging Face id, or 'demo'.")
+    tp: int = _option(1, "Tensor-parallel ranks, one worker each.", low=1, high=64)
+    device: str = _option("auto", "Where workers run.", choices=DEVICES)
+    dtype: str = _option(
+        "auto", "Of weights and activations; auto: the checkpoint's on a GPU, float32 on a CPU.", choices=DTYPES
+    )
+    max_model_len: int | None = _option(None, "Longest prompt + output, in tokens; at most the model's own.", low=1)
+    max_batch_tokens: int | None = _option(None, "Token budget of one step.", low=1)
+    max_seqs: int | None = _option(None, "Sequences that run at once.", low=1, high=4096)
+    kv_cache: str = _option("radix", "radix reuses common prefixes; naive does not.", choices=KV_CACHES)
+    page_size: int | None = _option(None, "Tokens in one KV block.", low=1, high=1024)
+    gpu_memory: float = _option(0.9, "Fraction of a GPU's memory to use.", low=0.05, high=1.0)
+    kv_blocks: int | None = _option(None, "KV blocks; overrides the memory budget.", low=1)
+    load_format: str = _option("auto", "dummy: seeded random weights from a config.json alone.", choices=LOAD_FORMATS)
+    seed: int = _option(0, "Seed for dummy weights and for requests that bring none.", low=0, high=2**31 - 1)
+    name: str | None = _option(None, "Name under which the engine registers.")
+    log_level: str = _option("warning", "Log verbosity, on stderr.", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check(spec.name, getattr(self, spec.name), spec.metadata)
+
+    @classmethod
+    def from_env(cls, **given: Any) -> EngineOptions:
+        """Options that are given (not None) win over `CORELLM_<NAME>`, which wins over the default."""
+        values = {name: value for name, value in given.items() if value is not None}
+        for spec in fields(cls):
+            text = os.environ.get(env_name(spec.name))
+            if spec.name not in values and text:
+                values[spec.name] = _parse(spec.name, text, _kind(spec))
+        return cls(**values)
+
+    def with_defaults(self, **resolved: Any) -> EngineOptions:
+        """A copy in which every option that is still None takes the value in `resolved`."""
+        return replace(self, **{name: value for name, value in resolved.items() if getattr(self, name) is None})
+
+
+def env_name(option: str) -> str:
+    return f"CORELLM_{option.upper()}"
+
+
+def flag_name(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _kind(spec: Any) -> type:
+    kinds: dict[str, type] = {"int": int, "int | None": int, "float": float, "str": str, "str | None": str}
+    assert spec.default is not MISSING
+    return kinds[str(spec.type)]
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise OptionError(f"{env_name(name)} is {text!r}; it must be of type {kind.__name__}") from None
+
+
+def _check(name: str, value: Any, rule: Any) -> None:
+    if value is None:
+        return
+    if rule["choices"] and value not in rule["choices"]:
+        raise OptionError(f"{flag_name(name)} is {value!r}; choose one of {', '.join(rule['choices'])}")
+    low, high = rule["low"], rule["high"]
+    if low is None and high is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionError(f"{flag_name(name)} is {value!r}; it must be a number")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise OptionError(f"{flag_name(name)} is {value}; it must be {allowed}")

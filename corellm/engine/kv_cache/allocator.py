@@ -1,0 +1,76 @@
+"""What the scheduler asks of a KV allocator: bookkeeping of block ids, no memory and no tensors.
+
+A block holds the KV of `page_size` consecutive tokens in every layer. An owner (a running sequence) holds blocks in
+order of position. Each block is in exactly one state:
+
+    free      on the free list
+    in use    held by one or more owners
+    cached    held by no owner, kept because its tokens may come again; evicted when blocks run short
+
+free + in use + cached = total, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from corellm.comms.messages import KVStats
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Blocks of a new owner in order of position; the KV of its first `cached_tokens` tokens is there already."""
+
+    blocks: list[int]
+    cached_tokens: int
+
+
+class KVCacheAllocator(Protocol):
+    """One pool of `num_blocks` blocks of `page_size` tokens. Owners are named by integers.
+
+    Raises `ValueError` for a double free, an unknown owner, or an owner that is opened twice: these are bugs of the
+    caller. Running out of blocks is not: it returns None and changes nothing.
+    """
+
+    num_blocks: int
+    page_size: int
+
+    @property
+    def available(self) -> int:
+        """Blocks that could be handed out now: free ones and cached ones that may be evicted."""
+        ...
+
+    def match(self, tokens: np.ndarray, salt: str = "") -> int:
+        """How many leading tokens have their KV at hand: whole pages, never all of `tokens`. Changes nothing."""
+        ...
+
+    def open(self, owner: int, tokens: np.ndarray, salt: str = "") -> Allocation | None:
+        """Give `owner` a block for every page of `tokens`, the matching prefix shared; None if they do not suffice."""
+        ...
+
+    def extend(self, owner: int, count: int = 1) -> list[int] | None:
+        """Give `owner` `count` more blocks at its end, evicting cached ones as needed, or None."""
+        ...
+
+    def publish(self, owner: int, tokens: np.ndarray) -> None:
+        """The KV of `tokens` (the owner's, from its first) is there before any later step: whole pages may be shared.
+
+        Call again as `tokens` grows. A page that another owner published first stays private.
+        """
+        ...
+
+    def close(self, owner: int, *, keep: bool = True) -> None:
+        """Take the owner's blocks back. Published pages stay as cached; with `keep` false those that the owner itself
+        published are forgotten (their contents are not to be trusted), as soon as no one else holds them."""
+        ...
+
+    def stats(self) -> KVStats:
+        """Blocks by state, hits and evictions, in constant time."""
+        ...
+
+    def check(self) -> None:
+        """Verify every invariant by walking everything; raises `ValueError` with what is wrong. For tests."""
+        ...
