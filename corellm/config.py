@@ -6,8 +6,9 @@ The CLI expands `EngineOptions` into each command's signature, the environment f
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from corellm.errors import OptionError
@@ -47,13 +48,13 @@ class EngineOptions:
     gpu_memory: float = _option(0.9, "Fraction of a GPU's memory to use.", low=0.05, high=1.0)
     kv_blocks: int | None = _option(None, "KV blocks; overrides the memory budget.", low=1)
     load_format: str = _option("auto", "dummy: seeded random weights from a config.json alone.", choices=LOAD_FORMATS)
-    seed: int = _option(0, "Seed for dummy weights and for requests that bring none.", low=0, high=2**31 - 1)
+    seed: int = _option(0, "Seed of dummy weights.", low=0, high=2**31 - 1)
     name: str | None = _option(None, "Name under which the engine registers.")
     log_level: str = _option("warning", "Log verbosity, on stderr.", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            _check(spec.name, getattr(self, spec.name), spec.metadata)
+            _check(spec, getattr(self, spec.name))
 
     @classmethod
     def from_env(cls, **given: Any) -> EngineOptions:
@@ -78,9 +79,8 @@ def flag_name(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _kind(spec: Any) -> type:
+def _kind(spec: Field[Any]) -> type:
     kinds: dict[str, type] = {"int": int, "int | None": int, "float": float, "str": str, "str | None": str}
-    assert spec.default is not MISSING
     return kinds[str(spec.type)]
 
 
@@ -91,16 +91,23 @@ def _parse(name: str, text: str, kind: type) -> Any:
         raise OptionError(f"{env_name(name)} is {text!r}; it must be of type {kind.__name__}") from None
 
 
-def _check(name: str, value: Any, rule: Any) -> None:
-    if value is None:
+def _is_a(kind: type, value: Any) -> bool:
+    """An int will do for a float, and a bool for neither."""
+    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+
+
+def _check(spec: Field[Any], value: Any) -> None:
+    name, rule, kind = flag_name(spec.name), spec.metadata, _kind(spec)
+    if value is None and spec.default is None:
         return
     if rule["choices"] and value not in rule["choices"]:
-        raise OptionError(f"{flag_name(name)} is {value!r}; choose one of {', '.join(rule['choices'])}")
+        raise OptionError(f"{name} is {value!r}; choose one of {', '.join(rule['choices'])}")
+    if not _is_a(kind, value):
+        raise OptionError(f"{name} is {value!r}; it must be of type {kind.__name__}")
     low, high = rule["low"], rule["high"]
-    if low is None and high is None:
+    if low is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise OptionError(f"{flag_name(name)} is {value!r}; it must be a number")
-    if value < low or (high is not None and value > high):
-        allowed = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-        raise OptionError(f"{flag_name(name)} is {value}; it must be {allowed}")
+    limit: float = math.inf if high is None else high
+    if not low <= value <= limit:  # so written that NaN, which compares false with everything, is refused
+        allowed = f"at least {low:.10g}" if high is None else f"from {low:.10g} to {high:.10g}"
+        raise OptionError(f"{name} is {value}; it must be {allowed}")

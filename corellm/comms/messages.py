@@ -19,15 +19,15 @@ PROTOCOL_VERSION = 1
 NO_TOKEN = -1
 
 
-class I32(np.ndarray):  # type: ignore[type-arg]
+class I32(np.ndarray):
     """Annotation of a one-dimensional int32 array."""
 
 
-class I64(np.ndarray):  # type: ignore[type-arg]
+class I64(np.ndarray):
     """Annotation of a one-dimensional int64 array."""
 
 
-class F32(np.ndarray):  # type: ignore[type-arg]
+class F32(np.ndarray):
     """Annotation of a one-dimensional float32 array."""
 
 

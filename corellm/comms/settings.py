@@ -1,0 +1,53 @@
+"""What an engine is started with, and what it makes of that: two small files in its run folder."""
+
+from __future__ import annotations
+
+import msgspec
+
+from corellm.comms.run_folder import RunFolder
+from corellm.config import EngineOptions
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """`options.json`, from the front end that starts an engine: its options, and the folder that the model is in."""
+
+    options: EngineOptions
+    model_path: str
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """`settings.json`, from the engine to its workers: nothing is left open but what only memory can tell."""
+
+    model: str
+    model_path: str
+    name: str
+    tp: int
+    device: str  # cuda or cpu
+    dtype: str
+    max_model_len: int
+    max_batch_tokens: int
+    max_seqs: int
+    kv_cache: str
+    page_size: int
+    kv_blocks: int | None  # None: as many as the memory budget holds
+    gpu_memory: float
+    load_format: str
+    seed: int
+    log_level: str
+    threads: int  # of one worker on a CPU
+
+
+def write_launch(folder: RunFolder, launch: Launch) -> None:
+    folder.options.write_bytes(msgspec.json.encode(launch))
+
+
+def read_launch(folder: RunFolder) -> Launch:
+    return msgspec.json.decode(folder.options.read_bytes(), type=Launch)
+
+
+def write_settings(folder: RunFolder, settings: Settings) -> None:
+    folder.settings.write_bytes(msgspec.json.encode(settings))
+
+
+def read_settings(folder: RunFolder) -> Settings:
+    return msgspec.json.decode(folder.settings.read_bytes(), type=Settings)

@@ -1,0 +1,162 @@
+"""The engine loop: the control plane's one thread.
+
+    receive      drain front ends, workers' reports and heartbeats
+    collect      the result of the oldest step in flight
+    schedule     the next plan, dispatched to every rank while the step before it still runs
+    emit         tokens and terminal events to front ends, stats to whoever listens
+
+At most two steps are in flight: one that runs and one that waits behind it, so that a worker never waits for Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import signal
+import time
+
+import zmq
+
+from corellm.comms.messages import (
+    Abort,
+    ClientMessage,
+    EngineInfo,
+    Finish,
+    Goodbye,
+    Hello,
+    QueryStats,
+    Ready,
+    Request,
+    StepEvents,
+    Submit,
+)
+from corellm.engine.emit import finish_message, only_finished, step_events
+from corellm.engine.front_ends import FrontEnds
+from corellm.engine.scheduler import Scheduler
+from corellm.engine.sequence import End, Sequence
+from corellm.engine.stats import StatsPublisher
+from corellm.engine.workers import Workers
+from corellm.errors import CoreLLMError, EngineDeadError, ProtocolError
+
+STEPS_IN_FLIGHT = 2
+TICK_MS = 250  # the longest that the loop sleeps
+DRAIN_S = 30.0  # from the first SIGTERM to the end, whatever is still open
+
+
+class Engine:
+    """A ready engine: front ends on one side, workers on the other, the scheduler between them."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        front_ends: FrontEnds,
+        workers: Workers,
+        scheduler: Scheduler,
+        stats: StatsPublisher,
+        death_pipe: int,
+    ) -> None:
+        self._info = info
+        self._front_ends = front_ends
+        self._workers = workers
+        self._scheduler = scheduler
+        self._stats = stats
+        self._death_pipe = death_pipe
+        self._open: dict[tuple[bytes, int], Sequence] = {}  # by connection and the front end's own number
+        self._ids = itertools.count(1)
+        self._signals = 0
+        self._drain_until: float | None = None
+
+    def serve(self) -> None:
+        """Run until told to stop. Raises `EngineDeadError` or `ProtocolError` when a worker dies, hangs or errs."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        poller = zmq.Poller()
+        self._front_ends.watch(poller)
+        self._workers.watch(poller)
+        poller.register(self._death_pipe, zmq.POLLIN)
+        while not self._should_stop():
+            poller.poll(TICK_MS)
+            self.turn()
+
+    def turn(self) -> None:
+        """One round of the loop: whatever has come in, and the plans and messages that follow from it."""
+        for client, message in self._front_ends.receive():
+            self._on_message(client, message)
+        outcomes = [self._scheduler.collect(result) for result in self._workers.receive()]
+        while self._scheduler.in_flight < STEPS_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
+            self._workers.send(plan)
+        for outcome in outcomes:
+            for sequence in outcome.ended:
+                self._open.pop((sequence.client, sequence.tag), None)
+            for client, events in step_events(outcome):
+                self._send(client, events)
+        self._workers.check()
+        for client in self._front_ends.silent():
+            self._drop(client)
+        self._stats.publish(self._scheduler, draining=self._drain_until is not None)
+
+    # ---- front ends -----------------------------------------------------------------------------------------------
+
+    def _on_message(self, client: bytes, message: ClientMessage) -> None:
+        match message:
+            case Hello():
+                self._front_ends.send(client, Ready(info=self._info))
+            case Submit():
+                refused = [end for request in message.requests if (end := self._add(client, request)) is not None]
+                if refused:
+                    self._send(client, only_finished(refused))
+            case Abort():
+                ended = [self._open.pop((client, tag), None) for tag in message.tags.tolist()]
+                self._abort([sequence for sequence in ended if sequence is not None])
+            case QueryStats():
+                self._front_ends.send(client, self._stats.snapshot(self._scheduler))
+            case Goodbye():
+                self._drop(client)
+            case _:
+                pass  # a ping has done its work by arriving
+
+    def _add(self, client: bytes, request: Request) -> Finish | None:
+        """Queue a request, or the terminal event that refuses it."""
+        sequence = Sequence(next(self._ids), client, request, time.monotonic())
+        key = (client, request.tag)
+        try:
+            if key in self._open:
+                raise ProtocolError(f"request number {request.tag} is open already on this connection")
+            if self._drain_until is not None:
+                raise EngineDeadError("the engine is stopping and takes no new requests")
+            self._scheduler.add(sequence)
+        except CoreLLMError as error:
+            sequence.end = End("error", code=error.code, message=error.message)
+            sequence.ended_at = sequence.arrived_at
+            return finish_message(sequence)
+        self._open[key] = sequence
+        return None
+
+    def _abort(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._scheduler.release(sequence, End("abort")):
+                self._send(sequence.client, only_finished([finish_message(sequence)]))
+
+    def _send(self, client: bytes, events: StepEvents) -> None:
+        if not self._front_ends.send(client, events):
+            self._drop(client)
+
+    def _drop(self, client: bytes) -> None:
+        """A front end has gone: what it asked for is aborted and its blocks come back."""
+        for key in [key for key in self._open if key[0] == client]:
+            self._scheduler.release(self._open.pop(key), End("abort"))
+
+    # ---- stopping -------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+
+    def _should_stop(self) -> bool:
+        """The first signal drains, the second stops, a dead parent stops at once."""
+        if select.select([self._death_pipe], [], [], 0)[0]:
+            return True
+        if self._signals and self._drain_until is None:
+            self._drain_until = time.monotonic() + DRAIN_S
+        if self._drain_until is None:
+            return False
+        return self._signals > 1 or not self._open or time.monotonic() > self._drain_until

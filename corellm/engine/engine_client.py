@@ -1,0 +1,377 @@
+"""A front end's side of the engine: start or join one, submit token ids, get tokens back. No text, no torch.
+
+Runs on one asyncio loop. Every open request ends in exactly one of: its stream is exhausted, or it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq.asyncio
+
+from corellm.comms import run_folder, sockets
+from corellm.comms.children import Child, spawn
+from corellm.comms.codec import Decoder, encode, i32, i64
+from corellm.comms.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    ClientMessage,
+    Dying,
+    EngineInfo,
+    EngineMessage,
+    Finish,
+    Goodbye,
+    Hello,
+    Logprobs,
+    Ping,
+    Progress,
+    QueryStats,
+    Ready,
+    Request,
+    Sampling,
+    StartupFailed,
+    Stats,
+    StatsMessage,
+    StepEvents,
+    Submit,
+)
+from corellm.comms.run_folder import RunFolder
+from corellm.comms.settings import Launch, write_launch
+from corellm.errors import (
+    CoreLLMError,
+    EngineDeadError,
+    EngineTimeoutError,
+    ProtocolError,
+    RequestAbortedError,
+    from_code,
+)
+
+PING_S = 2.0
+SILENCE_S = 15.0  # the engine publishes stats several times a second; none for this long: it is stopped or hung
+STOP_S = 15.0
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Tokens that came together, in order, with their log-probabilities if asked for. `finish` ends the request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+class TokenStream:
+    """The tokens of one request. Iterate to the end, or `abort`; leaving the `async for` early needs an abort."""
+
+    def __init__(self, client: EngineClient, tag: int) -> None:
+        self.tag = tag
+        self._client = client
+        self._batch = TokenBatch()
+        self._received = 0
+        self._error: CoreLLMError | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._ending = False
+
+    def push(self, token: int, index: int) -> None:
+        if index != self._received:
+            self.fail(ProtocolError(f"token {self._received} of request {self.tag} is lost; token {index} came"))
+            return
+        self._received += 1
+        self._batch.tokens.append(token)
+        self._notify()
+
+    def push_logprobs(self, logprobs: Logprobs) -> None:
+        self._batch.logprobs.append(logprobs)
+
+    def finish(self, finish: Finish) -> None:
+        if finish.reason == "error":
+            self.fail(from_code(finish.code, finish.message))
+        elif finish.reason == "abort" and not self._ending:
+            self.fail(RequestAbortedError("the request was aborted"))
+        else:
+            self._batch.finish = finish
+            self._notify()
+
+    def fail(self, error: CoreLLMError) -> None:
+        self._error = error
+        self._notify()
+
+    def abort(self) -> None:
+        """Give the request up. Idempotent; nothing is delivered afterwards."""
+        self._client.abort(self)
+
+    async def end(self) -> Finish:
+        """Stop here on our own account, and return the request's terminal event; tokens on their way are dropped."""
+        self._ending = True
+        self._client.ask_to_abort(self)
+        async for batch in self._batches():
+            if batch.finish is not None:
+                return batch.finish
+        raise RuntimeError("a stream ended without its end")
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self._batches()
+
+    async def _batches(self) -> AsyncIterator[TokenBatch]:
+        """Whatever has come since the last time, as one batch: a slow reader gets fewer and larger ones."""
+        while True:
+            while not self._batch.tokens and self._batch.finish is None and self._error is None:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+            batch, self._batch = self._batch, TokenBatch()
+            if batch.tokens or batch.finish is not None:
+                yield batch
+            if batch.finish is not None:
+                return
+            if self._error is not None:
+                raise self._error
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient:
+    """One connection to one engine. Make it with `launch` or `connect`, end it with `close`.
+
+    Errors: `StartupError` and its kin while it starts; `EngineDeadError` from every open stream when the engine dies,
+    hangs or is stopped, and from `submit` afterwards.
+    """
+
+    def __init__(self, folder: RunFolder, engine: Child | None) -> None:
+        self.info: EngineInfo | None = None
+        self.latest_stats: Stats | None = None
+        self._folder, self._engine = folder, engine
+        self._context = zmq.asyncio.Context()
+        self._socket = sockets.dealer(self._context, folder.requests)
+        self._stats_socket = sockets.subscriber(self._context, folder.stats)
+        self._streams: dict[int, TokenStream] = {}
+        self._tags = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._dead: CoreLLMError | None = None
+        self._heard = time.monotonic()
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._report: Callable[[Progress], None] = lambda _: None
+        self._stats_waiters: list[asyncio.Future[Stats]] = []
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def launch(cls, launch: Launch, report: Callable[[Progress], None]) -> EngineClient:
+        """Start an engine of our own, which ends with us, and wait until it is ready."""
+        folder = run_folder.create()
+        engine = None
+        try:
+            write_launch(folder, launch)
+            # The child gets a parent-death signal from this very thread: the loop's, which lives until `close`.
+            engine = spawn("engine", "corellm.engine", [str(folder.path)])
+            client = cls(folder, engine)
+        except BaseException:
+            if engine is not None:
+                engine.stop(STOP_S)
+            folder.remove()
+            raise
+        asyncio.get_running_loop().add_reader(engine.pidfd, client._on_engine_exit)
+        await client._open(report)
+        return client
+
+    @classmethod
+    async def connect(cls, folder: RunFolder, report: Callable[[Progress], None]) -> EngineClient:
+        """Join a running engine, which outlives us."""
+        client = cls(folder, None)
+        await client._open(report)
+        return client
+
+    async def _open(self, report: Callable[[Progress], None]) -> None:
+        self._report = report
+        try:
+            self._post(Hello(version=PROTOCOL_VERSION, front_end=f"pid {os.getpid()}"))
+            self._tasks = [
+                asyncio.create_task(self._read(), name="engine-client-read"),
+                asyncio.create_task(self._read_stats(), name="engine-client-stats"),
+                asyncio.create_task(self._keep_alive(), name="engine-client-ping"),
+            ]
+            self.info = await self._ready
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End the connection and, if we launched it, the engine. Open streams raise `EngineDeadError`."""
+        self._die(EngineDeadError("the connection to the engine was closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._post(Goodbye())
+        if self._engine is not None:
+            asyncio.get_running_loop().remove_reader(self._engine.pidfd)
+            await asyncio.to_thread(self._engine.stop, STOP_S)
+            self._engine = None
+            self._folder.remove()
+        self._socket.close(linger=0)
+        self._stats_socket.close(linger=0)
+        self._context.term()
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, *, priority: int = 0, cache_salt: str = ""
+    ) -> TokenStream:
+        """Queue one prompt. Raises `EngineDeadError` when there is no engine any more."""
+        if self._dead is not None:
+            raise self._dead
+        stream = TokenStream(self, next(self._tags))
+        request = Request(
+            tag=stream.tag,
+            prompt=i32(np.asarray(prompt, dtype=np.int32)),
+            sampling=sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        self._streams[stream.tag] = stream
+        self._post(Submit(requests=[request]))
+        return stream
+
+    def abort(self, stream: TokenStream) -> None:
+        """Give a request up; its stream raises `RequestAbortedError` to whoever still reads it."""
+        if stream.tag in self._streams:
+            self.ask_to_abort(stream)
+            del self._streams[stream.tag]
+            stream.fail(RequestAbortedError("the request was aborted"))
+
+    def abort_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self.abort(stream)
+
+    def ask_to_abort(self, stream: TokenStream) -> None:
+        """Tell the engine; the stream stays open for the terminal event."""
+        if stream.tag in self._streams and self._dead is None:
+            self._post(Abort(tags=i64([stream.tag])))
+
+    async def stats(self) -> Stats:
+        """The engine's figures now."""
+        if self._dead is not None:
+            raise self._dead
+        waiter: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        self._post(QueryStats())
+        return await waiter
+
+    # ---- the wire -------------------------------------------------------------------------------------------------
+
+    def _post(self, message: ClientMessage) -> None:
+        # Sent at once unless the engine has stopped reading; then the watch for its silence ends the wait.
+        sent = asyncio.ensure_future(self._socket.send(encode(message)))
+        sent.add_done_callback(_swallow)
+
+    async def _read(self) -> None:
+        decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
+        while True:
+            frame = await self._socket.recv()
+            try:
+                self._on_message(decoder.decode(frame))
+            except ProtocolError as error:
+                self._die(error)
+                return
+
+    def _on_message(self, message: EngineMessage) -> None:
+        self._heard = time.monotonic()
+        match message:
+            case StepEvents():
+                self._on_events(message)
+            case Progress():
+                self._report(message)
+            case Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message.info)
+            case Stats():
+                for waiter in self._stats_waiters:
+                    if not waiter.done():
+                        waiter.set_result(message)
+                self._stats_waiters.clear()
+            case StartupFailed() | Dying():
+                self._die(from_code(message.code, message.message))
+
+    def _on_events(self, events: StepEvents) -> None:
+        streams = self._streams
+        tags = events.tags.tolist()
+        for logprobs in events.logprobs:
+            if (stream := streams.get(tags[logprobs.row])) is not None:
+                stream.push_logprobs(logprobs)
+        for tag, token, index in zip(tags, events.tokens.tolist(), events.indices.tolist(), strict=True):
+            if (stream := streams.get(tag)) is not None:  # None: aborted here, not yet there
+                stream.push(token, index)
+        for finish in events.finished:
+            if (stream := streams.pop(finish.tag, None)) is not None:
+                stream.finish(finish)
+
+    async def _read_stats(self) -> None:
+        decoder: Decoder[StatsMessage] = Decoder(StatsMessage)
+        while True:
+            frame = await self._stats_socket.recv()
+            self._heard = time.monotonic()
+            with contextlib.suppress(ProtocolError):
+                self.latest_stats = decoder.decode(frame)
+
+    async def _keep_alive(self) -> None:
+        while self._dead is None:
+            await asyncio.sleep(PING_S)
+            self._post(Ping())
+            silent = time.monotonic() - self._heard
+            if self.info is not None and silent > SILENCE_S:
+                self._die(EngineTimeoutError(f"the engine has been silent for {silent:.0f} s; it is stopped or hung"))
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _on_engine_exit(self) -> None:
+        engine = self._engine
+        if engine is None:
+            return
+        asyncio.get_running_loop().remove_reader(engine.pidfd)
+        words = self._folder.last_words()
+        if words is not None:
+            self._die(from_code(*words))
+        else:
+            self._die(EngineDeadError(f"the engine {engine.describe_exit()}"))
+
+    def _die(self, error: CoreLLMError) -> None:
+        """The first reason stays; everyone who waits gets it."""
+        if self._dead is not None:
+            return
+        self._dead = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # it is raised where it is awaited; no complaint if it never is
+        for stream in self._streams.values():
+            stream.fail(error)
+        self._streams.clear()
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._stats_waiters.clear()
+
+
+def _swallow(sent: asyncio.Future[Any]) -> None:
+    if not sent.cancelled():
+        sent.exception()  # a socket that closes under a send: the end is told by other ways
+
+
+def find_engines() -> list[tuple[RunFolder, EngineInfo]]:
+    """Running engines of this user that have registered as ready."""
+    found = []
+    for path in sorted(run_folder.root().iterdir()):
+        folder = RunFolder(path)
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            info = msgspec.json.decode(folder.registration.read_bytes(), type=EngineInfo)
+            if folder.is_alive():
+                found.append((folder, info))
+    return found

@@ -1,0 +1,96 @@
+"""The engine's side of its front ends: who is connected, what they asked for, what is to be sent to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from corellm.comms import sockets
+from corellm.comms.codec import Decoder, encode
+from corellm.comms.messages import (
+    PROTOCOL_VERSION,
+    ClientMessage,
+    Dying,
+    EngineMessage,
+    Goodbye,
+    Hello,
+    Ping,
+)
+from corellm.comms.run_folder import RunFolder
+from corellm.errors import ProtocolError
+
+SILENCE_S = 20.0  # a front end pings every few seconds; one that is silent for longer is gone
+
+
+class FrontEnds:
+    """Any number of front ends behind one ROUTER socket. A front end is known by its connection's identity."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._socket = sockets.router(zmq.Context.instance(), folder.requests)
+        self._messages: Decoder[ClientMessage] = Decoder(ClientMessage)
+        self._heard: dict[bytes, float] = {}
+
+    def watch(self, poller: zmq.Poller) -> None:
+        poller.register(self._socket, zmq.POLLIN)
+
+    def receive(self) -> Iterator[tuple[bytes, ClientMessage]]:
+        """Drain what came in. `Goodbye` is also what a front end says that broke the protocol."""
+        while self._socket.poll(0):
+            client, *frames = self._socket.recv_multipart()
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"a message has one frame; {len(frames)} came")
+                message = self._messages.decode(frames[0])
+                if isinstance(message, Hello):
+                    self._greet(client, message)
+                elif client not in self._heard:
+                    raise ProtocolError("this connection was dropped or never opened; connect again")
+            except ProtocolError as error:
+                self.refuse(client, error.message)
+                message = Goodbye()
+            if isinstance(message, Goodbye):
+                self._heard.pop(client, None)
+            else:
+                self._heard[client] = time.monotonic()
+            if not isinstance(message, Ping):
+                yield client, message
+
+    def refuse(self, client: bytes, reason: str) -> None:
+        """Answer a message that breaks the protocol; the connection is dropped."""
+        self.send(client, Dying(code=ProtocolError.code, message=reason))
+        self._heard.pop(client, None)
+
+    def _greet(self, client: bytes, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"{hello.front_end} speaks protocol {hello.version}, this engine {PROTOCOL_VERSION}; "
+                "use the same CoreLLM version for both"
+            )
+
+    def send(self, client: bytes, message: EngineMessage) -> bool:
+        """Send, or drop a front end that is gone or does not read: False."""
+        try:
+            self._socket.send_multipart([client, encode(message)], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._heard.pop(client, None)
+            return False
+        return True
+
+    def broadcast(self, message: EngineMessage) -> None:
+        for client in list(self._heard):
+            self.send(client, message)
+
+    def silent(self) -> list[bytes]:
+        """Forget the front ends that have not been heard for too long, and name them."""
+        limit = time.monotonic() - SILENCE_S
+        gone = [client for client, heard in self._heard.items() if heard < limit]
+        for client in gone:
+            del self._heard[client]
+        return gone
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,53 @@
+"""From what the user said to what the engine runs with: every default that depends on device and model."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+
+from corellm.checkpoint import Checkpoint
+from corellm.comms.settings import Launch, Settings
+from corellm.config import EngineOptions
+from corellm.device import cpu_count, gpu_count
+from corellm.errors import OptionError
+
+
+def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
+    """Decide every open option. Raises `OptionError` for one that the model or the machine cannot meet."""
+    options, spec = launch.options, checkpoint.spec
+    device = _device(options)
+    spec.check_tp(options.tp)
+    if device == "cuda" and options.tp > gpu_count():
+        raise OptionError(f"--tp is {options.tp}; this machine has {gpu_count()} GPUs")
+    length = options.max_model_len or spec.max_positions
+    if length > spec.max_positions:
+        raise OptionError(f"--max-model-len is {length}; this model allows up to {spec.max_positions}")
+    on_gpu = device == "cuda"
+    max_seqs = options.max_seqs or (256 if on_gpu else 64)
+    max_batch_tokens = options.max_batch_tokens or max(8192 if on_gpu else 1024, max_seqs)
+    return Settings(
+        **{
+            **{name: value for name, value in asdict(options).items() if name in Settings.__struct_fields__},
+            "model": options.model or launch.model_path,
+            "model_path": launch.model_path,
+            "name": options.name or f"{Path(launch.model_path).name}-{secrets.token_hex(2)}",
+            "device": device,
+            "dtype": options.dtype if options.dtype != "auto" else (spec.dtype if on_gpu else "float32"),
+            "max_model_len": length,
+            "max_seqs": max_seqs,
+            "max_batch_tokens": max_batch_tokens,
+            "page_size": options.page_size or (64 if on_gpu else 16),
+            "threads": max(1, cpu_count() // options.tp),
+        }
+    )
+
+
+def _device(options: EngineOptions) -> str:
+    if options.device == "auto":
+        return "cuda" if gpu_count() else "cpu"
+    if options.device == "cuda" and not gpu_count():
+        raise OptionError(
+            "--device is cuda, but no NVIDIA GPU is visible; use --device cpu or check CUDA_VISIBLE_DEVICES"
+        )
+    return options.device

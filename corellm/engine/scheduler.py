@@ -1,0 +1,364 @@
+"""Which tokens of which sequences the next step computes, and what its result means.
+
+A pure state machine: clock and allocator are passed in, plans go out, results come back; nothing here waits, sends or
+imports torch. `schedule` may be called again before the previous step's result is in (one step ahead): a decode row's
+input token is on the device already, so a plan names slots, never sampled tokens.
+
+Rules, in order of precedence:
+
+1. Every running sequence decodes first, one token each, the most urgent and oldest first.
+2. What is left of the token budget goes to prefills in progress, in the same order, in chunks.
+3. Then waiting sequences enter, by priority class and arrival, while slots and blocks last. The head never yields to a
+   smaller one behind it.
+4. A decode that needs a block evicts cached blocks; if there are none, the youngest of the lowest class is preempted:
+   its blocks become cached, it waits again and recomputes what was evicted meanwhile. So the oldest always progresses.
+5. Fence: the slot and blocks of a sequence are given back only when the result of the last step that names it is in.
+
+The pages of a prompt are published to the cache when the chunk that computes them is planned. A later row, even one of
+the same step, may attend to them: workers run steps in order and write a layer's KV before they attend in it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from corellm.comms.codec import i32
+from corellm.comms.messages import SlotOpen, StepPlan, StepResult, TopLogprobs
+from corellm.engine.kv_cache.allocator import KVCacheAllocator
+from corellm.engine.sequence import End, Sequence, State, by_order
+from corellm.errors import InvalidRequestError, NumericalError, PromptTooLongError, ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one engine can hold: sequences at once, tokens a step, tokens a sequence, token ids."""
+
+    max_seqs: int
+    max_batch_tokens: int
+    max_model_len: int
+    vocab: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the start, and the make-up of the last plan."""
+
+    prompt_tokens: int = 0  # computed, the cached ones not counted
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    last_prefill_tokens: int = 0
+    last_decode_tokens: int = 0
+    last_step_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a result brought. Token i goes to `sequences[i]` as its output number `indices[i]`; `rows[i]` is its place
+    among the sampling rows, by which log-probabilities are found."""
+
+    step: int
+    sequences: list[Sequence] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+    logprobs: TopLogprobs | None = None
+
+
+class _Draft:
+    """A plan in the making."""
+
+    __slots__ = ("append_blocks", "append_slots", "budget", "counts", "opens", "samples", "sampling", "slots", "step")
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        self.opens: list[SlotOpen] = []
+        self.append_slots: list[int] = []
+        self.append_blocks: list[int] = []
+        self.slots: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[int] = []
+        self.sampling: list[Sequence] = []
+
+
+class Scheduler:
+    """Owns every sequence and the allocator. `in_flight` counts the plans whose results are not in."""
+
+    def __init__(self, limits: Limits, kv: KVCacheAllocator, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.counters = Counters()
+        self.waiting: list[Sequence] = []  # both lists are sorted by order
+        self.running: list[Sequence] = []
+        self._clock = clock
+        self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self._closed_slots: list[int] = []  # to be told to the workers with the next plan
+        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, its sampling rows
+        self._retiring: deque[Sequence] = deque()  # released or preempted, before their fence
+        self._next_step = 1
+        self._collected = 0
+
+    # ---- requests in and out --------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, or refuse it: `InvalidRequestError`, `PromptTooLongError` if it can never fit."""
+        prompt, limits = sequence.prompt_len, self.limits
+        if prompt == 0:
+            raise InvalidRequestError("the prompt has no tokens; it must have at least one", "prompt")
+        low, high = min(sequence.tokens), max(sequence.tokens)
+        if low < 0 or high >= limits.vocab:
+            worst = low if low < 0 else high
+            raise InvalidRequestError(f"the prompt holds token id {worst}; ids are 0 to {limits.vocab - 1}", "prompt")
+        room = min(
+            limits.max_model_len, self.kv.num_blocks * self.kv.page_size + 1
+        )  # the last token's KV is not stored
+        if sequence.limit > room:
+            where = "the context" if room == limits.max_model_len else "the KV cache"
+            raise PromptTooLongError(
+                f"{prompt} prompt tokens and max_tokens {sequence.sampling.max_tokens} make {sequence.limit}; "
+                f"{where} holds {room}: shorten the prompt or lower max_tokens",
+                "prompt" if prompt >= room else "max_tokens",
+            )
+        insort(self.waiting, sequence, key=by_order)
+
+    def release(self, sequence: Sequence, end: End) -> bool:
+        """The one way out, for every reason. Idempotent: False if the sequence has ended before."""
+        if sequence.state is State.FINISHED:
+            return False
+        state, sequence.state = sequence.state, State.FINISHED
+        sequence.end, sequence.ended_at = end, self._clock()
+        if end.reason in ("stop", "length"):
+            self.counters.finished += 1
+        else:
+            self.counters.failed += 1
+        if state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif state is State.RUNNING:
+            self.running.remove(sequence)
+            self._retire(sequence)
+        return True
+
+    # ---- the step -------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def steps(self) -> int:
+        """Steps planned since the start."""
+        return self._next_step - 1
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when no row can be computed before something changes."""
+        draft = _Draft(self._next_step, self.limits.max_batch_tokens)
+        self._schedule_decodes(draft)
+        decodes = len(draft.slots)
+        self._schedule_prefills(draft)
+        self._admit(draft)
+        if not draft.slots:
+            return None
+        self._next_step += 1
+        self._in_flight.append((draft.step, draft.sampling))
+        self.counters.last_decode_tokens = decodes
+        self.counters.last_prefill_tokens = self.limits.max_batch_tokens - draft.budget - decodes
+        self.counters.prompt_tokens += self.counters.last_prefill_tokens
+        closes, self._closed_slots = self._closed_slots, []
+        return StepPlan(
+            step=draft.step,
+            closes=i32(closes),
+            opens=draft.opens,
+            append_slots=i32(draft.append_slots),
+            append_blocks=i32(draft.append_blocks),
+            row_slots=i32(draft.slots),
+            row_tokens=i32(draft.counts),
+            row_samples=i32(draft.samples),
+        )
+
+    def collect(self, result: StepResult) -> Outcome:
+        """Take in the result of the oldest step in flight.
+
+        Raises `ProtocolError` when the result is of another step or of another number of rows.
+        """
+        if not self._in_flight or self._in_flight[0][0] != result.step:
+            due = self._in_flight[0][0] if self._in_flight else "none"
+            raise ProtocolError(f"a worker answered step {result.step}; the step due is {due}")
+        step, rows = self._in_flight.popleft()
+        if len(rows) != len(result.tokens):
+            raise ProtocolError(f"step {step} has {len(rows)} sampling rows; the worker answered {len(result.tokens)}")
+        outcome = Outcome(step, logprobs=result.logprobs)
+        failed = frozenset(result.failed.tolist())
+        now = self._clock()
+        for row, (sequence, token) in enumerate(zip(rows, result.tokens.tolist(), strict=True)):
+            if sequence.state is State.FINISHED:
+                continue  # it ended after this row was planned: one wasted row
+            if row in failed:
+                self.release(sequence, End("error", code=NumericalError.code, message=_NAN))
+                outcome.ended.append(sequence)
+                continue
+            tokens = sequence.tokens
+            outcome.sequences.append(sequence)
+            outcome.tokens.append(token)
+            outcome.indices.append(len(tokens) - sequence.prompt_len)
+            outcome.rows.append(row)
+            tokens.append(token)
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+            if token in sequence.stop_ids:
+                self.release(sequence, End("stop", stop_id=token))
+                outcome.ended.append(sequence)
+            elif len(tokens) == sequence.limit:
+                self.release(sequence, End("length"))
+                outcome.ended.append(sequence)
+        self.counters.output_tokens += len(outcome.tokens)
+        self.counters.last_step_s = result.seconds
+        self._collected = step
+        while self._retiring and self._retiring[0].last_step <= step:
+            self._give_back(self._retiring.popleft())
+        return outcome
+
+    # ---- planning -------------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, draft: _Draft) -> None:
+        # The hot loop: every line runs once a row a step. Over a copy, since growing may preempt from the tail.
+        step, running = draft.step, State.RUNNING
+        slots, sampling = draft.slots, draft.sampling
+        for sequence in self.running.copy():
+            fed = sequence.scheduled + 1
+            if fed != sequence.total or fed >= sequence.limit or sequence.state is not running:
+                continue  # it prefills, or all its tokens are sampled or in flight, or it was preempted just now
+            if len(slots) == draft.budget:
+                break
+            if fed > sequence.capacity and not self._grow(sequence, draft):
+                continue
+            sequence.scheduled = fed
+            sequence.total = fed + 1
+            sequence.last_step = step
+            slots.append(sequence.slot)
+            sampling.append(sequence)
+        draft.counts = [1] * len(slots)
+        draft.samples = [1] * len(slots)
+        draft.budget -= len(slots)
+
+    def _schedule_prefills(self, draft: _Draft) -> None:
+        for sequence in self.running:
+            if draft.budget == 0:
+                return
+            if sequence.is_prefilling:
+                self._feed(sequence, draft)
+
+    def _admit(self, draft: _Draft) -> None:
+        while self.waiting and draft.budget > 0:
+            sequence = self.waiting[0]
+            if not self._free_slots:
+                self._make_room(sequence, blocks=0)
+                return
+            tokens = sequence.token_array()
+            allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt)
+            if allocation is None:
+                self._make_room(sequence, blocks=-(-len(tokens) // self.kv.page_size))
+                return
+            del self.waiting[0]
+            insort(self.running, sequence, key=by_order)
+            sequence.state = State.RUNNING
+            sequence.slot = self._free_slots.pop()
+            sequence.scheduled = allocation.cached_tokens
+            sequence.capacity = len(allocation.blocks) * self.kv.page_size
+            sequence.unpublished = tokens
+            if sequence.admitted_at is None:
+                sequence.admitted_at = self._clock()
+                sequence.cached_tokens = allocation.cached_tokens
+            draft.opens.append(
+                SlotOpen(
+                    slot=sequence.slot,
+                    tokens=tokens,
+                    prompt_len=sequence.prompt_len,
+                    computed=allocation.cached_tokens,
+                    blocks=i32(allocation.blocks),
+                    sampling=sequence.sampling,
+                )
+            )
+            self._feed(sequence, draft)
+
+    def _feed(self, sequence: Sequence, draft: _Draft) -> None:
+        """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
+        count = min(draft.budget, sequence.total - sequence.scheduled)
+        draft.budget -= count
+        sequence.scheduled += count
+        sequence.last_step = draft.step
+        draft.slots.append(sequence.slot)
+        draft.counts.append(count)
+        if sequence.unpublished is not None:
+            self.kv.publish(sequence.id, sequence.unpublished[: sequence.scheduled])
+        if sequence.scheduled < sequence.total:
+            draft.samples.append(0)
+            return
+        draft.samples.append(1)
+        draft.sampling.append(sequence)
+        sequence.total += 1
+        sequence.unpublished = None
+
+    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
+        """One more block for a decode, by preemption if need be. False: it sits this step out."""
+        while (blocks := self.kv.extend(sequence.id)) is None:
+            if self._retiring:
+                return False  # blocks come back with the next result; preempting more would be too much
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        draft.append_slots.append(sequence.slot)
+        draft.append_blocks.extend(blocks)
+        sequence.capacity += self.kv.page_size
+        return True
+
+    def _make_room(self, sequence: Sequence, blocks: int) -> None:
+        """Preempt sequences of a lower class for the head of the queue: one slot, and `blocks` blocks at most."""
+        coming = self.kv.available + sum(s.capacity // self.kv.page_size for s in self._retiring)
+        slots = len(self._free_slots) + len(self._retiring)
+        while (slots < 1 or coming < blocks) and self.running and self.running[-1].order[0] > sequence.order[0]:
+            victim = self.running[-1]
+            coming += victim.capacity // self.kv.page_size
+            slots += 1
+            self._preempt(victim)
+
+    # ---- giving back ----------------------------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.state = State.PREEMPTED
+        sequence.preemptions += 1
+        self.counters.preemptions += 1
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        if sequence.last_step <= self._collected:
+            self._give_back(sequence)
+        else:
+            insort(self._retiring, sequence, key=lambda s: s.last_step)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Past the fence: slot and blocks return; a preempted sequence that has not ended waits again."""
+        failed = sequence.end is not None and sequence.end.code == NumericalError.code
+        if not failed:
+            computed = min(sequence.scheduled, len(sequence.tokens))
+            self.kv.publish(sequence.id, sequence.token_array(computed))
+        self.kv.close(sequence.id, keep=not failed)
+        self._free_slots.append(sequence.slot)
+        self._closed_slots.append(sequence.slot)
+        sequence.slot = -1
+        if sequence.state is State.PREEMPTED:
+            sequence.state = State.WAITING
+            sequence.scheduled = sequence.capacity = 0
+            sequence.total = len(sequence.tokens)
+            sequence.unpublished = None
+            insort(self.waiting, sequence, key=by_order)
+
+
+_NAN = "the model's logits hold NaN or infinity for this request; its KV blocks are discarded"

@@ -1,0 +1,118 @@
+"""One request inside the engine: what is known of it and where it stands.
+
+    WAITING --admit--> RUNNING --preempt--> PREEMPTED --fence--> WAITING
+       |                  |                     |
+       +------------------+---------------------+----release----> FINISHED
+
+A sequence holds a slot and blocks from its admission until its fence: the result of the last step that names it.
+
+Token counts, all from the first token of the prompt:
+
+    0 ......... scheduled ....... len(tokens) ....... total ....... limit
+      KV written  |  to be fed next  |  sampled, but still on the device  |  where it must end
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+
+from corellm.comms.codec import i32
+from corellm.comms.messages import I32, Request, Sampling
+
+Order = tuple[int, int]
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class End(NamedTuple):
+    """Why a sequence finished. `stop_id` is the token that ended it, `code` and `message` those of an error."""
+
+    reason: str  # stop, length, abort, error
+    stop_id: int | None = None
+    code: str = ""
+    message: str = ""
+
+
+class Sequence:
+    """State of one request. The scheduler alone changes it."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrived_at",
+        "cache_salt",
+        "cached_tokens",
+        "capacity",
+        "client",
+        "end",
+        "ended_at",
+        "first_token_at",
+        "id",
+        "last_step",
+        "limit",
+        "order",
+        "preemptions",
+        "prompt_len",
+        "sampling",
+        "scheduled",
+        "slot",
+        "state",
+        "stop_ids",
+        "tag",
+        "tokens",
+        "total",
+        "unpublished",
+    )
+
+    def __init__(self, id: int, client: bytes, request: Request, now: float) -> None:
+        self.id = id
+        self.client = client
+        self.tag = request.tag
+        self.sampling: Sampling = request.sampling
+        self.cache_salt = request.cache_salt
+        self.stop_ids = frozenset(request.sampling.stop_ids)
+        self.order: Order = (request.priority, id)  # priority class, then arrival: ids only grow
+        self.prompt_len = len(request.prompt)
+        self.tokens: list[int] = request.prompt.tolist()
+        self.limit = self.prompt_len + request.sampling.max_tokens
+
+        self.state = State.WAITING
+        self.slot = -1
+        self.total = self.prompt_len
+        self.scheduled = 0
+        self.capacity = 0  # tokens that its blocks can hold
+        self.last_step = -1  # the last step that names it
+        self.unpublished: I32 | None = None  # its tokens while it prefills: their pages are published as they are fed
+
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.arrived_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.ended_at: float | None = None
+        self.end: End | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than the newest token is still to be fed."""
+        return self.scheduled < self.total - 1
+
+    def token_array(self, stop: int | None = None) -> I32:
+        """The known tokens, up to `stop`."""
+        return i32(np.array(self.tokens[:stop], dtype=np.int32))
+
+
+def by_order(sequence: Sequence) -> Order:
+    """Sort key: the most urgent and then the oldest first."""
+    return sequence.order

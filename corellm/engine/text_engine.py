@@ -1,0 +1,272 @@
+"""Text in, text out, over one engine: what batch, chat, serve and `EngineNode` have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corellm.checkpoint import open_checkpoint
+from corellm.comms.messages import NO_TOKEN, EngineInfo, Finish, Logprobs, Progress, Sampling, Stats
+from corellm.comms.settings import Launch
+from corellm.config import DEMO_MODEL, EngineOptions
+from corellm.device import gpu_count
+from corellm.engine.engine_client import EngineClient
+from corellm.errors import InvalidRequestError, OptionError, PromptTooLongError
+from corellm.model_source import find_model
+from corellm.sampling_params import SamplingParams
+from corellm.text.assembler import TextAssembler
+from corellm.text.prompt import PromptFormat, prompt_format
+from corellm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one output token, and of the likeliest ones at its position: (id, logprob)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished request. `finish_reason` is "stop" or "length"; `stop_reason` is the stop string or id.
+
+    Times are seconds from the request's arrival at the engine.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    logprobs: tuple[TokenLogprob, ...] | None
+    queued_s: float
+    first_token_s: float
+    total_s: float
+    preemptions: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Delta:
+    """What came since the last one. `end` is set on the last."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Completion | None = None
+
+
+class TextEngine:
+    """An engine with its tokenizer and prompt format. One asyncio loop; make it with `start`, end it with `close`."""
+
+    def __init__(
+        self, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None, eos: frozenset[int]
+    ) -> None:
+        self.info = info
+        self.tokenizer = tokenizer
+        self.prompt_format: PromptFormat | None = prompt_format(tokenizer) if tokenizer is not None else None
+        self._client = client
+        self._eos = eos
+
+    @classmethod
+    async def start(cls, options: EngineOptions, report: Callable[[Progress], None]) -> TextEngine:
+        """Find the model, start an engine of our own and wait until it is ready.
+
+        Raises the typed error of whatever stands in the way.
+        """
+        report(Progress(stage="resolve model", detail=model_name(options)))
+        path = await asyncio.to_thread(find_model, model_name(options), report)
+        checkpoint = await asyncio.to_thread(open_checkpoint, path, options.load_format)
+        launching = asyncio.create_task(EngineClient.launch(Launch(options=options, model_path=str(path)), report))
+        try:
+            tokenizer = await asyncio.to_thread(load_tokenizer, path, options.load_format)
+        except BaseException:
+            launching.cancel()
+            await asyncio.gather(launching, return_exceptions=True)
+            raise
+        client = await launching
+        if client.info is None:
+            raise OptionError("the engine was not ready when it said so")
+        eos = frozenset(checkpoint.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
+        return cls(client, client.info, tokenizer, eos)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    # ---- prompts --------------------------------------------------------------------------------------------------
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a plain prompt: text gets the model's BOS, ids stay as they are."""
+        return encode_prompt(self.tokenizer, prompt)
+
+    def encode_chat(self, messages: Sequence[Any], **template: Any) -> list[int]:
+        """Token ids of a conversation in the model's prompt format. Raises `InvalidRequestError`."""
+        if self.prompt_format is None:
+            raise InvalidRequestError(
+                "the model has no tokenizer, so messages cannot be encoded; send token ids", "messages"
+            )
+        return self.prompt_format.encode(messages, **template)
+
+    # ---- generation -----------------------------------------------------------------------------------------------
+
+    async def complete(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> Completion:
+        """One prompt to its end. Cancelling the task aborts the request.
+
+        Raises `InvalidRequestError` when the request is refused, `RequestFailedError` when it fails alone,
+        `EngineDeadError` when the engine is gone.
+        """
+        async with aclosing(self.stream(prompt, params, priority=priority, cache_salt=cache_salt)) as deltas:
+            async for delta in deltas:
+                if delta.end is not None:
+                    return delta.end
+        raise RuntimeError("a stream ended without its end")
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """The same in pieces. Closing the generator aborts the request."""
+        sampling = self._resolve(prompt, params)
+        stream = self._client.submit(prompt, sampling, priority=priority, cache_salt=cache_salt)
+        output = _Output(self.tokenizer, params)
+        try:
+            async for batch in stream:
+                finish = batch.finish
+                delta = output.push(batch.tokens, batch.logprobs, finish)
+                if output.stop is not None and finish is None:
+                    finish = await stream.end()  # the engine has not ended it; it knows the figures
+                if finish is not None:
+                    delta.end = output.completion(finish)
+                if delta.text or delta.token_ids or delta.end is not None:
+                    yield delta
+                if delta.end is not None:
+                    return
+        finally:
+            stream.abort()
+
+    def abort_all(self) -> None:
+        """Abort every open request of this front end; whoever waits for one gets `RequestAbortedError`."""
+        self._client.abort_all()
+
+    def latest_stats(self) -> Stats | None:
+        """The last snapshot that the engine published."""
+        return self._client.latest_stats
+
+    async def stats(self) -> Stats:
+        return await self._client.stats()
+
+    def _resolve(self, prompt: Sequence[int], params: SamplingParams) -> Sampling:
+        room = self.info.max_request_tokens - len(prompt)
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} tokens; with one token of output at most "
+                f"{self.info.max_request_tokens} fit: shorten it",
+                "prompt",
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, and the model has none; use stop_token_ids", "stop"
+            )
+        stop_ids = set(params.stop_token_ids) if params.ignore_eos else self._eos | set(params.stop_token_ids)
+        return Sampling(
+            max_tokens=params.max_tokens or room,
+            min_tokens=params.min_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=tuple(sorted(stop_ids)),
+            logprobs=params.logprobs,
+            bias_ids=tuple(params.logit_bias),
+            bias_values=tuple(params.logit_bias.values()),
+        )
+
+
+class _Output:
+    """Collects one request's tokens into text, and cuts them at a stop string (`stop`, once it is found)."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+        self.stop: str | None = None
+        self._assembler = TextAssembler(tokenizer, params) if tokenizer is not None else None
+        self._top = params.logprobs
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, tokens: list[int], logprobs: list[Logprobs], finish: Finish | None) -> Delta:
+        text = ""
+        if self._assembler is not None:
+            piece = self._assembler.push(tokens, ended_by_stop_id=_stop_id(finish) is not None)
+            text, self.stop = piece.text, self._assembler.stop
+            tokens = tokens[: piece.tokens]
+            if self.stop is not None or finish is not None:
+                text += self._assembler.finish()
+        top = self._top or 0
+        found = [_token_logprob(token, entry, top) for token, entry in zip(tokens, logprobs, strict=False)]
+        self._text.append(text)
+        self._tokens += tokens
+        self._logprobs += found
+        return Delta(text=text, token_ids=tokens, logprobs=found)
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            text="".join(self._text),
+            token_ids=tuple(self._tokens),
+            finish_reason="stop" if self.stop is not None else finish.reason,
+            stop_reason=self.stop if self.stop is not None else _stop_id(finish),
+            prompt_tokens=finish.prompt_tokens,
+            cached_tokens=finish.cached_tokens,
+            output_tokens=len(self._tokens),
+            logprobs=tuple(self._logprobs) if self._top is not None else None,
+            queued_s=finish.queued_s,
+            first_token_s=finish.first_token_s,
+            total_s=finish.total_s,
+            preemptions=finish.preemptions,
+        )
+
+
+def _stop_id(finish: Finish | None) -> int | None:
+    return None if finish is None or finish.stop_id == NO_TOKEN else finish.stop_id
+
+
+def _token_logprob(token: int, found: Logprobs, top: int) -> TokenLogprob:
+    pairs = zip(found.top_ids.tolist()[:top], found.top_logprobs.tolist()[:top], strict=True)
+    return TokenLogprob(token, found.logprob, tuple(pairs))
+
+
+def model_name(options: EngineOptions) -> str:
+    """The model that the options ask for; without a GPU the demo is the default. Raises `OptionError`."""
+    if options.model is not None:
+        return options.model
+    if options.device == "cuda" or (options.device == "auto" and gpu_count()):
+        raise OptionError("--model is not given; name a local folder, a Hugging Face id, or 'demo'")
+    return DEMO_MODEL
+
+
+def load_tokenizer(path: Path, load_format: str) -> Tokenizer | None:
+    """The model's tokenizer. None only for dummy weights without one: prompts must then be token ids."""
+    if load_format == "dummy" and not (path / "tokenizer.json").exists():
+        return None
+    return Tokenizer.from_folder(path)
+
+
+def encode_prompt(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
+    """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
+    return tokenizer.encode(prompt, special=True, bos=True)

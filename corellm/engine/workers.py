@@ -1,0 +1,157 @@
+"""The engine's side of its workers: launch, start-up, plans out, results in, and who has died or hung."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from corellm.comms import sockets
+from corellm.comms.children import Child, spawn
+from corellm.comms.codec import Decoder, encode
+from corellm.comms.messages import (
+    AllocateKV,
+    Heartbeat,
+    Progress,
+    Shutdown,
+    StepResult,
+    WeightsLoaded,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerReady,
+    WorkerReport,
+)
+from corellm.comms.run_folder import RunFolder
+from corellm.comms.settings import Settings
+from corellm.errors import EngineDeadError, ProtocolError, StartupError, from_code
+
+SILENCE_S = 8.0  # without a heartbeat, once ready: the process is stopped or starved
+STARTING_SILENCE_S = 120.0  # importing and compiling may hold the interpreter for long
+STEP_S = 300.0  # one step: hung, whatever the heartbeat says
+STOP_S = 3.0
+
+
+class Workers:
+    """One worker process a rank. Every method returns at once, but for `stop`."""
+
+    def __init__(self, settings: Settings, folder: RunFolder) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.tp = settings.tp
+        self._reports: Decoder[WorkerReport] = Decoder(WorkerReport)
+        self._sockets = [sockets.pair(context, folder.worker(rank), bind=True) for rank in range(self.tp)]
+        self._heartbeats = sockets.pull(context, folder.heartbeats)
+        self._children: list[Child] = []
+        self._loaded: dict[int, WeightsLoaded] = {}
+        self._ready: set[int] = set()
+        for rank in range(self.tp):
+            arguments = [str(folder.path), str(rank)]
+            self._children.append(spawn(f"worker {rank}", "corellm.worker", arguments, _environment(settings)))
+        self._heard = [time.monotonic()] * self.tp
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self._ready) == self.tp
+
+    @property
+    def has_loaded(self) -> bool:
+        return len(self._loaded) == self.tp
+
+    @property
+    def device_name(self) -> str:
+        return self._loaded[0].device_name
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Wake the poller for reports, heartbeats and deaths."""
+        for socket in (*self._sockets, self._heartbeats):
+            poller.register(socket, zmq.POLLIN)
+        for child in self._children:
+            poller.register(child.pidfd, zmq.POLLIN)
+
+    def send(self, command: WorkerCommand) -> None:
+        """The same command to every rank. Raises `EngineDeadError` if one does not take it."""
+        frame = encode(command)
+        for rank, socket in enumerate(self._sockets):
+            try:
+                socket.send(frame, zmq.DONTWAIT)
+            except zmq.Again:
+                raise EngineDeadError(f"worker {rank} does not read its commands") from None
+
+    def allocate(self, settings: Settings) -> int:
+        """Once every rank has loaded: settle on the block count that all of them hold, and tell them."""
+        blocks = min(loaded.block_budget for loaded in self._loaded.values())
+        self.send(
+            AllocateKV(
+                num_blocks=blocks,
+                max_batch_tokens=settings.max_batch_tokens,
+                max_seqs=settings.max_seqs,
+                max_model_len=settings.max_model_len,
+            )
+        )
+        return blocks
+
+    def receive(self, report: Callable[[Progress], None] | None = None) -> Iterator[StepResult]:
+        """Drain what workers sent: results out, progress to `report`.
+
+        Raises the error that a worker reported.
+        """
+        while self._heartbeats.poll(0):
+            beat = self._decode(self._heartbeats)
+            if isinstance(beat, Heartbeat):
+                self._heard[beat.rank] = time.monotonic()
+                if beat.busy_s > STEP_S:
+                    raise EngineDeadError(f"worker {beat.rank} hangs: step {beat.step} runs for {beat.busy_s:.0f} s")
+        for socket in self._sockets:
+            while socket.poll(0):
+                message = self._decode(socket)
+                match message:
+                    case StepResult():
+                        yield message
+                    case Progress():
+                        if report is not None:
+                            report(message)
+                    case WeightsLoaded():
+                        self._loaded[message.rank] = message
+                    case WorkerReady():
+                        self._ready.add(message.rank)
+                    case WorkerFailed():
+                        raise from_code(message.code, message.message)
+                    case Heartbeat():
+                        raise ProtocolError("a heartbeat came over a worker's command socket")
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` (`StartupError` before all are ready) if a worker has died or fallen silent."""
+        kind = EngineDeadError if self.is_ready else StartupError
+        limit = SILENCE_S if self.is_ready else STARTING_SILENCE_S
+        now = time.monotonic()
+        for child, heard in zip(self._children, self._heard, strict=True):
+            if child.exit_code() is not None:
+                raise kind(f"{child.name} {child.describe_exit()}")
+            if now - heard > limit:
+                raise kind(f"{child.name} has been silent for {now - heard:.0f} s; it is stopped or hung")
+
+    def stop(self) -> None:
+        """Ask them to leave, then make them."""
+        for socket in self._sockets:
+            try:
+                socket.send(encode(Shutdown()), zmq.DONTWAIT)
+            except zmq.Again:
+                continue  # it does not read; hanging up or killing ends it
+        deadline = time.monotonic() + STOP_S
+        for child in self._children:
+            child.wait(deadline - time.monotonic())
+        for child in self._children:
+            child.stop(STOP_S)
+        for socket in (*self._sockets, self._heartbeats):
+            socket.close(linger=0)
+
+    def _decode(self, socket: zmq.Socket[bytes]) -> WorkerReport:
+        return self._reports.decode(socket.recv())
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    # Collectives open sockets of their own: keep those on loopback. Threads are set before any library reads them.
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if settings.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(settings.threads)
+    return environment

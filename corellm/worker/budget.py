@@ -1,0 +1,50 @@
+"""How many KV blocks fit a rank's memory, decided before anything large is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from corellm.comms.settings import Settings
+from corellm.device import available_memory
+from corellm.errors import OutOfMemoryError
+from corellm.models.llama.spec import LlamaSpec
+
+_CPU_SHARE = 0.25  # of the memory available: a laptop has other things to do
+_GIB = 1 << 30
+
+
+def block_budget(settings: Settings, spec: LlamaSpec, weight_bytes: int, device: torch.device) -> int:
+    """Blocks of one rank: what the user said, or what memory holds, never more than every slot at full length needs.
+
+    Raises `OutOfMemoryError` when weights and one block per slot do not fit.
+    """
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    per_block = spec.kv_bytes_per_token(dtype.itemsize, settings.tp) * settings.page_size
+    if settings.kv_blocks is not None:
+        return settings.kv_blocks
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(min(free, total * settings.gpu_memory)) - workspace_bytes(settings, spec, dtype)
+    else:
+        free = available_memory()
+        room = weight_bytes + int((free - weight_bytes) * _CPU_SHARE) // settings.tp
+    blocks = (room - weight_bytes) // per_block - 1  # the executor pads with one block of its own
+    least = -(-min(settings.max_model_len, 2048) // settings.page_size)
+    if blocks < least:
+        option = (
+            "raise --gpu-memory, lower --max-batch-tokens or raise --tp" if device.type == "cuda" else "free memory"
+        )
+        raise OutOfMemoryError(
+            f"weights take {weight_bytes / _GIB:.1f} GiB and a useful KV cache {least * per_block / _GIB:.2f} GiB; "
+            f"{room / _GIB:.1f} GiB of {free / _GIB:.1f} GiB free may be used: {option}"
+        )
+    return min(blocks, settings.max_seqs * -(-settings.max_model_len // settings.page_size))
+
+
+def workspace_bytes(settings: Settings, spec: LlamaSpec, dtype: torch.dtype) -> int:
+    """Activations of the widest step, float32 logits of every slot, the token table, and a margin for libraries."""
+    widest = 2 * spec.intermediate // settings.tp + 4 * spec.hidden + 2 * spec.heads * spec.head_dim // settings.tp
+    activations = settings.max_batch_tokens * widest * dtype.itemsize
+    logits = 4 * settings.max_seqs * spec.vocab * 4
+    tables = settings.max_seqs * settings.max_model_len * 4
+    return activations + logits + tables + _GIB

@@ -1,0 +1,154 @@
+"""A worker process: one rank of the compute plane. Loads its shard, makes its KV blocks, then runs plans until told.
+
+The main thread talks to the engine over one PAIR socket and computes. A second thread, with a socket of its own, sends
+a heartbeat every second, so that the engine can tell busy from hung, and ends the process when the engine is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import zmq
+
+from corellm.checkpoint import open_checkpoint
+from corellm.comms import sockets
+from corellm.comms.codec import Decoder, encode
+from corellm.comms.messages import (
+    AllocateKV,
+    Heartbeat,
+    Progress,
+    Shutdown,
+    StepPlan,
+    WeightsLoaded,
+    WorkerCommand,
+    WorkerFailed,
+    WorkerReady,
+    WorkerReport,
+)
+from corellm.comms.run_folder import RunFolder
+from corellm.comms.settings import Settings, read_settings
+from corellm.errors import CoreLLMError
+from corellm.models.llama.spec import weight_table
+from corellm.worker.budget import block_budget
+from corellm.worker.collectives import make_collectives
+from corellm.worker.executor import Executor
+from corellm.worker.slab import Slab
+from corellm.worker.weight_loader import dummy_weights, load_weights
+
+HEARTBEAT_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+def run(folder: RunFolder, rank: int, death_pipe: int) -> int:
+    """Serve the engine that owns `folder` until it says so; the exit code."""
+    settings = read_settings(folder)
+    logging.basicConfig(level=settings.log_level.upper(), format=f"%(levelname)s worker {rank}: %(message)s")
+    context = zmq.Context.instance()
+    pulse = Pulse(context, folder, rank, death_pipe)
+    pulse.start()
+    worker = Worker(settings, folder, rank, sockets.pair(context, folder.worker(rank), bind=False), pulse)
+    try:
+        worker.serve()
+    except CoreLLMError as error:
+        worker.send(WorkerFailed(rank=rank, code=error.code, message=error.message))
+        return 1
+    except Exception as error:  # noqa: BLE001  the engine must learn of any end, whatever it was
+        log.debug("%s", traceback.format_exc())
+        last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+        where = f" at {os.path.basename(last.filename)}:{last.lineno}" if last else ""
+        message = f"worker {rank} failed: {type(error).__name__}: {error}{where}"
+        worker.send(WorkerFailed(rank=rank, code="engine_dead", message=" ".join(message.split())))
+        return 1
+    finally:
+        worker.socket.close()
+    return 0
+
+
+class Pulse(threading.Thread):
+    """Heartbeats to the engine; leaves with it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: RunFolder, rank: int, death_pipe: int) -> None:
+        super().__init__(name="pulse", daemon=True)
+        self._context, self._address, self._rank, self._death_pipe = context, folder.heartbeats, rank, death_pipe
+        self._step = 0
+        self._busy_since: float | None = None
+
+    def begin(self, step: int) -> None:
+        self._step, self._busy_since = step, time.monotonic()
+
+    def end(self) -> None:
+        self._busy_since = None
+
+    def run(self) -> None:
+        socket = sockets.push(self._context, self._address)
+        while True:
+            since = self._busy_since
+            busy = time.monotonic() - since if since is not None else 0.0
+            with contextlib.suppress(zmq.Again):  # the engine does not read just now; the next beat says the same
+                socket.send(encode(Heartbeat(rank=self._rank, step=self._step, busy_s=busy)), zmq.DONTWAIT)
+            if select.select([self._death_pipe], [], [], HEARTBEAT_S)[0]:
+                os._exit(1)  # nothing of value is held here, and the main thread may be deep in a kernel
+
+
+class Worker:
+    """One rank: an executor behind a socket."""
+
+    def __init__(
+        self, settings: Settings, folder: RunFolder, rank: int, socket: zmq.Socket[bytes], pulse: Pulse
+    ) -> None:
+        self.settings, self.folder, self.rank, self.socket, self.pulse = settings, folder, rank, socket, pulse
+        self._commands: Decoder[WorkerCommand] = Decoder(WorkerCommand)
+
+    def send(self, report: WorkerReport) -> None:
+        self.socket.send(encode(report))
+
+    def serve(self) -> None:
+        executor = self._load()
+        while True:
+            command = self._commands.decode(self.socket.recv())
+            match command:
+                case StepPlan():
+                    self.pulse.begin(command.step)
+                    result = executor.execute(command)
+                    self.pulse.end()
+                    if result is not None:
+                        self.send(result)
+                case AllocateKV():
+                    executor.allocate(command)
+                    executor.warm_up(self.send)
+                    self.send(WorkerReady(rank=self.rank))
+                case Shutdown():
+                    return
+
+    def _load(self) -> Executor:
+        settings, rank = self.settings, self.rank
+        device = torch.device(f"cuda:{rank}" if settings.device == "cuda" else "cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(settings.threads)
+        dtype = getattr(torch, settings.dtype)
+        self.send(Progress(stage="start workers", done=rank + 1, total=settings.tp, rank=rank))
+        group = make_collectives(self.folder.rendezvous, rank, settings.tp, device)
+        checkpoint = open_checkpoint(Path(settings.model_path), settings.load_format)
+        spec = checkpoint.spec
+        table = weight_table(spec, dtype.itemsize, settings.tp, rank)
+        blocks = block_budget(settings, spec, table.nbytes, device)
+        slab = Slab(table.nbytes + Executor.kv_bytes(spec, settings.tp, blocks, settings.page_size, dtype), device)
+        if settings.load_format == "dummy":
+            weights = dummy_weights(table, slab, dtype, settings.seed, rank)
+        else:
+            weights = load_weights(checkpoint, table, slab, dtype, self.send)
+        executor = Executor(spec, weights, slab, table.nbytes, device=device, dtype=dtype, group=group)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self.send(WeightsLoaded(rank=rank, block_budget=blocks, device_name=name, dtype=settings.dtype))
+        return executor
