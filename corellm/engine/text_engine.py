@@ -269,4 +269,4 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> l
         return list(prompt)
     if tokenizer is None:
         raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
-    return tokenizer.encode(prompt, special=True, bos=True)
+    return tokenizer.encode(prompt, special=True, bos=tokenizer.adds_bos)
