@@ -24,8 +24,7 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     if length > spec.max_positions:
         raise OptionError(f"--max-model-len is {length}; this model allows up to {spec.max_positions}")
     on_gpu = device == "cuda"
-    max_seqs = options.max_seqs or (256 if on_gpu else 64)
-    max_batch_tokens = options.max_batch_tokens or max(8192 if on_gpu else 1024, max_seqs)
+    max_seqs, max_batch_tokens = _batch(options, *((256, 8192) if on_gpu else (64, 1024)))
     return Settings(
         **{
             **{name: value for name, value in asdict(options).items() if name in Settings.__struct_fields__},
@@ -41,6 +40,19 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
             "threads": max(1, cpu_count() // options.tp),
         }
     )
+
+
+def _batch(options: EngineOptions, seqs: int, tokens: int) -> tuple[int, int]:
+    """Sequences and tokens of a step, which must have room to prefill while every sequence decodes."""
+    if options.max_batch_tokens is None:
+        max_seqs = options.max_seqs or seqs
+        return max_seqs, max(tokens, 2 * max_seqs)
+    max_seqs = options.max_seqs or min(seqs, max(1, options.max_batch_tokens // 2))
+    if options.max_batch_tokens <= max_seqs:
+        raise OptionError(
+            f"--max-batch-tokens is {options.max_batch_tokens}; with --max-seqs {max_seqs} it must be above that"
+        )
+    return max_seqs, options.max_batch_tokens
 
 
 def _device(options: EngineOptions) -> str:

@@ -91,6 +91,10 @@ class Scheduler:
     """Owns every sequence and the allocator. `in_flight` counts the plans whose results are not in."""
 
     def __init__(self, limits: Limits, kv: KVCacheAllocator, clock: Callable[[], float]) -> None:
+        if limits.max_batch_tokens <= limits.max_seqs:
+            raise ValueError(
+                f"a step of {limits.max_batch_tokens} tokens has no room to prefill beside {limits.max_seqs}"
+            )
         self.limits = limits
         self.kv = kv
         self.counters = Counters()
@@ -199,6 +203,7 @@ class Scheduler:
             if sequence.state is State.FINISHED:
                 continue  # it ended after this row was planned: one wasted row
             if row in failed:
+                self.kv.forget(sequence.id)
                 self.release(sequence, End("error", code=NumericalError.code, message=_NAN))
                 outcome.ended.append(sequence)
                 continue
@@ -231,10 +236,13 @@ class Scheduler:
         slots, sampling = draft.slots, draft.sampling
         for sequence in self.running.copy():
             fed = sequence.scheduled + 1
-            if fed != sequence.total or fed >= sequence.limit or sequence.state is not running:
-                continue  # it prefills, or all its tokens are sampled or in flight, or it was preempted just now
-            if len(slots) == draft.budget:
-                break
+            if (
+                fed != sequence.total
+                or fed >= sequence.limit
+                or sequence.prefill is not None
+                or sequence.state is not running
+            ):
+                continue  # all its tokens are sampled or in flight, or it was preempted just now, or it prefills
             if fed > sequence.capacity and not self._grow(sequence, draft):
                 continue
             sequence.scheduled = fed
@@ -270,7 +278,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             sequence.scheduled = allocation.cached_tokens
             sequence.capacity = len(allocation.blocks) * self.kv.page_size
-            sequence.unpublished = tokens
+            sequence.prefill = tokens
             if sequence.admitted_at is None:
                 sequence.admitted_at = self._clock()
                 sequence.cached_tokens = allocation.cached_tokens
@@ -288,21 +296,23 @@ class Scheduler:
 
     def _feed(self, sequence: Sequence, draft: _Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
+        tokens = sequence.prefill
+        if tokens is None:
+            raise ValueError(f"sequence {sequence.id} is not prefilling")
         count = min(draft.budget, sequence.total - sequence.scheduled)
         draft.budget -= count
         sequence.scheduled += count
         sequence.last_step = draft.step
         draft.slots.append(sequence.slot)
         draft.counts.append(count)
-        if sequence.unpublished is not None:
-            self.kv.publish(sequence.id, sequence.unpublished[: sequence.scheduled])
+        self.kv.publish(sequence.id, tokens[: sequence.scheduled])
         if sequence.scheduled < sequence.total:
             draft.samples.append(0)
             return
         draft.samples.append(1)
         draft.sampling.append(sequence)
         sequence.total += 1
-        sequence.unpublished = None
+        sequence.prefill = None
 
     def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
         """One more block for a decode, by preemption if need be. False: it sits this step out."""
@@ -345,11 +355,9 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         """Past the fence: slot and blocks return; a preempted sequence that has not ended waits again."""
-        failed = sequence.end is not None and sequence.end.code == NumericalError.code
-        if not failed:
-            computed = min(sequence.scheduled, len(sequence.tokens))
-            self.kv.publish(sequence.id, sequence.token_array(computed))
-        self.kv.close(sequence.id, keep=not failed)
+        computed = min(sequence.scheduled, len(sequence.tokens))
+        self.kv.publish(sequence.id, sequence.token_array(computed))
+        self.kv.close(sequence.id)
         self._free_slots.append(sequence.slot)
         self._closed_slots.append(sequence.slot)
         sequence.slot = -1
@@ -357,7 +365,7 @@ class Scheduler:
             sequence.state = State.WAITING
             sequence.scheduled = sequence.capacity = 0
             sequence.total = len(sequence.tokens)
-            sequence.unpublished = None
+            sequence.prefill = None
             insort(self.waiting, sequence, key=by_order)
 
 

@@ -59,6 +59,7 @@ class Sequence:
         "limit",
         "order",
         "preemptions",
+        "prefill",
         "prompt_len",
         "sampling",
         "scheduled",
@@ -68,7 +69,6 @@ class Sequence:
         "tag",
         "tokens",
         "total",
-        "unpublished",
     )
 
     def __init__(self, id: int, client: bytes, request: Request, now: float) -> None:
@@ -89,7 +89,7 @@ class Sequence:
         self.scheduled = 0
         self.capacity = 0  # tokens that its blocks can hold
         self.last_step = -1  # the last step that names it
-        self.unpublished: I32 | None = None  # its tokens while it prefills: their pages are published as they are fed
+        self.prefill: I32 | None = None  # its known tokens, until all of them are fed
 
         self.cached_tokens = 0
         self.preemptions = 0
@@ -105,8 +105,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """More than the newest token is still to be fed."""
-        return self.scheduled < self.total - 1
+        return self.prefill is not None
 
     def token_array(self, stop: int | None = None) -> I32:
         """The known tokens, up to `stop`."""

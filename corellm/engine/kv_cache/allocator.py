@@ -62,9 +62,12 @@ class KVCacheAllocator(Protocol):
         """
         ...
 
-    def close(self, owner: int, *, keep: bool = True) -> None:
-        """Take the owner's blocks back. Published pages stay as cached; with `keep` false those that the owner itself
-        published are forgotten (their contents are not to be trusted), as soon as no one else holds them."""
+    def forget(self, owner: int) -> None:
+        """What this owner has published is not to be trusted: from now on none of it matches, and it is not kept."""
+        ...
+
+    def close(self, owner: int) -> None:
+        """Take the owner's blocks back. Pages that it published stay as cached, unless they were forgotten."""
         ...
 
     def stats(self) -> KVStats:

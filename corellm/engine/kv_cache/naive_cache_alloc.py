@@ -49,7 +49,10 @@ class NaiveCacheAllocator:
         if pages > held:
             raise ValueError(f"owner {owner} publishes {pages} pages but holds {held} blocks; extend it first")
 
-    def close(self, owner: int, *, keep: bool = True) -> None:
+    def forget(self, owner: int) -> None:
+        self._held(owner)  # nothing is ever shared or kept
+
+    def close(self, owner: int) -> None:
         blocks = self._held(owner)
         del self._blocks[owner]
         self._free.extend(reversed(blocks))

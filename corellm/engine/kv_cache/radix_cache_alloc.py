@@ -126,12 +126,16 @@ class RadixCacheAllocator:
             path.append(node)
             parent = node
 
-    def close(self, owner: int, *, keep: bool = True) -> None:
+    def forget(self, owner: int) -> None:
+        held = self._owner(owner)
+        held.publishing = False
+        if len(held.path) > held.matched:
+            self._forget(held.path[held.matched])
+
+    def close(self, owner: int) -> None:
         held = self._owner(owner)
         del self._owners[owner]
         self._free.extend(reversed(held.blocks[len(held.path) :]))
-        if not keep and len(held.path) > held.matched:
-            self._forget(held.path[held.matched])
         for node in held.path:
             self._release(node)
 

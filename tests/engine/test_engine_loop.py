@@ -1,0 +1,289 @@
+"""The real engine loop and the real client over real sockets, with workers that only count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from corellm.comms.codec import Decoder, encode, i32
+from corellm.comms.messages import Dying, EngineMessage, Hello, Request, Sampling, StepEvents, Submit
+from corellm.engine import front_ends
+from corellm.engine.engine_client import EngineClient, TokenStream
+from corellm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    NumericalError,
+    PromptTooLongError,
+    ProtocolError,
+    RequestAbortedError,
+)
+from tests.support.fake_engine import EngineThread, fake_engine
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineThread]:
+    with fake_engine(tmp_path) as thread:
+        yield thread
+
+
+@asynccontextmanager
+async def connected(engine: EngineThread) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.connect(engine.folder, lambda _: None)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def tokens(stream: TokenStream) -> list[int]:
+    async with asyncio.timeout(10):
+        return [token async for batch in stream for token in batch.tokens]
+
+
+async def finish_reason(stream: TokenStream) -> str:
+    async with asyncio.timeout(10):
+        async for batch in stream:
+            if batch.finish is not None:
+                return batch.finish.reason
+    return "none"
+
+
+def test_tokens_arrive_in_order_to_the_length_asked_for(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            streams = [client.submit([1] * n, Sampling(max_tokens=20)) for n in (3, 40, 100, 1)]
+            found = await asyncio.gather(*map(tokens, streams))
+            assert found == [list(range(n, n + 20)) for n in (3, 40, 100, 1)]
+
+    asyncio.run(work())
+
+
+def test_a_stop_id_ends_the_request_and_is_its_last_token(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            assert await tokens(client.submit([1] * 5, Sampling(max_tokens=50, stop_ids=(9, 8)))) == [5, 6, 7, 8]
+            assert await finish_reason(client.submit([1] * 5, Sampling(max_tokens=50, stop_ids=(8,)))) == "stop"
+            assert await finish_reason(client.submit([1] * 5, Sampling(max_tokens=2, stop_ids=(8,)))) == "length"
+
+    asyncio.run(work())
+
+
+def test_more_requests_than_slots_and_blocks_all_finish(tmp_path: Path) -> None:
+    async def work(engine: EngineThread) -> None:
+        async with connected(engine) as client:
+            streams = [client.submit([1, 2, n], Sampling(max_tokens=30), priority=n % 2) for n in range(40)]
+            assert await asyncio.gather(*map(tokens, streams)) == [list(range(3, 33))] * 40
+
+    with fake_engine(tmp_path, blocks=20, max_seqs=4) as engine:
+        asyncio.run(work(engine))
+        assert engine.scheduler.counters.preemptions > 0
+
+
+def test_abort_gives_blocks_back_and_ends_the_stream(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            running = client.submit([1] * 9, Sampling(max_tokens=200))
+            async for _ in running:
+                break
+            engine.workers.paused = True
+            waiting = client.submit([1] * 9, Sampling(max_tokens=200))
+            for stream in (running, waiting):
+                stream.abort()
+                stream.abort()
+                with pytest.raises(RequestAbortedError):
+                    await tokens(stream)
+            engine.workers.paused = False
+
+    asyncio.run(work())
+
+
+def test_ending_early_brings_the_figures(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            stream = client.submit([1] * 9, Sampling(max_tokens=200))
+            async for _ in stream:
+                break
+            finish = await stream.end()
+            assert (finish.reason, finish.prompt_tokens) == ("abort", 9)
+            done = client.submit([1] * 9, Sampling(max_tokens=1))
+            await asyncio.sleep(0.1)
+            assert (await done.end()).reason == "length"
+
+    asyncio.run(work())
+
+
+def test_a_front_end_that_leaves_takes_its_requests_with_it(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            stream = client.submit([1] * 9, Sampling(max_tokens=240))
+            async for _ in stream:
+                break
+        with pytest.raises(EngineDeadError, match="closed"):
+            await tokens(stream)
+
+    asyncio.run(work())
+    engine.until(lambda: not engine.scheduler.running, "the request ended")
+
+
+def test_a_front_end_that_falls_silent_is_dropped(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket = raw_front_end(engine)
+    request = Request(tag=1, prompt=i32([1]), sampling=Sampling(max_tokens=240))
+    engine.workers.paused = True
+    socket.send(encode(Submit(requests=[request])))
+    engine.until(lambda: bool(engine.scheduler.running), "the request was admitted")
+    monkeypatch.setattr(front_ends, "SILENCE_S", 0.0)
+    engine.workers.paused = False
+    engine.until(lambda: not engine.scheduler.running, "the request ended")
+    socket.close(linger=0)
+
+
+def test_what_can_never_fit_is_refused_at_once(engine: EngineThread) -> None:
+    async def refused(client: EngineClient, prompt: list[int], sampling: Sampling) -> Exception:
+        with pytest.raises(InvalidRequestError) as caught:
+            await tokens(client.submit(prompt, sampling))
+        return caught.value
+
+    async def work() -> None:
+        async with connected(engine) as client:
+            long = await refused(client, [1] * 250, Sampling(max_tokens=10))
+            assert isinstance(long, PromptTooLongError)
+            assert "260" in long.message
+            assert "257" in long.message  # 64 blocks of 4, and the last token's KV is not stored
+            assert "token id 1000" in (await refused(client, [5, 1000], Sampling(max_tokens=1))).message
+            assert "token id -1" in (await refused(client, [5, -1], Sampling(max_tokens=1))).message
+            assert "no tokens" in (await refused(client, [], Sampling(max_tokens=1))).message
+            assert len(await tokens(client.submit([1] * 250, Sampling(max_tokens=7)))) == 7
+
+    asyncio.run(work())
+
+
+def test_nan_fails_one_request_alone(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            engine.workers.failing = {0}
+            sick = client.submit([1] * 9, Sampling(max_tokens=20))
+            well = client.submit([2] * 9, Sampling(max_tokens=20))
+            with pytest.raises(NumericalError, match="NaN"):
+                await tokens(sick)
+            assert len(await tokens(well)) == 20
+            engine.workers.failing = set()
+            again = client.submit([1] * 9, Sampling(max_tokens=20))
+            async for batch in again:
+                if batch.finish is not None:
+                    assert batch.finish.cached_tokens == 0  # what was computed with NaN is not kept
+
+    asyncio.run(work())
+
+
+def test_the_second_asker_takes_the_prefix_from_the_cache(engine: EngineThread) -> None:
+    async def cached(client: EngineClient, salt: str) -> int:
+        async for batch in client.submit(list(range(41)), Sampling(max_tokens=2), cache_salt=salt):
+            if batch.finish is not None:
+                return batch.finish.cached_tokens
+        return -1
+
+    async def work() -> None:
+        async with connected(engine) as client:
+            assert [await cached(client, "a"), await cached(client, "a"), await cached(client, "b")] == [0, 40, 0]
+
+    asyncio.run(work())
+
+
+def test_a_worker_death_ends_every_stream(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            engine.workers.paused = True
+            streams = [client.submit([1], Sampling(max_tokens=5)) for _ in range(3)]
+            engine.until(lambda: bool(engine.scheduler.running), "a request running")
+            engine.workers.death = EngineDeadError("worker 0 was killed by SIGKILL")
+            engine.until(lambda: engine.error is not None, "the loop noticed")
+            engine.front_ends.broadcast(Dying(code="engine_dead", message="worker 0 was killed by SIGKILL"))
+            for stream in streams:
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    await tokens(stream)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                client.submit([1], Sampling(max_tokens=5))
+
+    asyncio.run(work())
+
+
+def test_stats_are_published_and_answered(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            await tokens(client.submit([1] * 10, Sampling(max_tokens=5)))
+            stats = await client.stats()
+            assert (stats.output_tokens, stats.prompt_tokens, stats.finished) == (5, 10, 1)
+            assert stats.kv.free + stats.kv.in_use + stats.kv.cached == stats.kv.total == 64
+            await asyncio.sleep(0.6)  # more than twice the interval
+            assert client.latest_stats is not None
+            assert client.latest_stats.finished == 1
+
+    asyncio.run(work())
+
+
+def raw_front_end(engine: EngineThread, version: int = 1) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(engine.folder.requests)
+    socket.send(encode(Hello(version=version, front_end="test")))
+    assert socket.poll(5000)
+    return socket
+
+
+def answer(socket: zmq.Socket[bytes]) -> EngineMessage:
+    assert socket.poll(5000)
+    decoder: Decoder[EngineMessage] = Decoder(EngineMessage)
+    return decoder.decode(socket.recv())
+
+
+def test_another_protocol_version_is_told_so(engine: EngineThread) -> None:
+    socket = raw_front_end(engine, version=999)
+    said = answer(socket)
+    assert isinstance(said, Dying)
+    assert "protocol 999" in said.message
+    socket.close(linger=0)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\x93garbage", b"\x81\xa4type\xa6Nobody", b"\x00" * 1000])
+def test_garbage_drops_its_sender_and_nothing_else(engine: EngineThread, garbage: bytes) -> None:
+    socket = raw_front_end(engine)
+    answer(socket)  # Ready
+    socket.send(garbage)
+    said = answer(socket)
+    assert isinstance(said, Dying)
+    assert said.code == ProtocolError.code
+    socket.close(linger=0)
+
+    async def work() -> None:
+        async with connected(engine) as client:
+            assert len(await tokens(client.submit([1], Sampling(max_tokens=3)))) == 3
+
+    asyncio.run(work())
+
+
+def test_a_number_used_twice_is_refused(engine: EngineThread) -> None:
+    socket = raw_front_end(engine)
+    answer(socket)  # Ready
+    engine.workers.paused = True
+    request = Request(tag=7, prompt=i32([1]), sampling=Sampling(max_tokens=3))
+    socket.send(encode(Submit(requests=[request, request])))
+    events = answer(socket)
+    assert isinstance(events, StepEvents)
+    assert [(finish.tag, finish.code) for finish in events.finished] == [(7, ProtocolError.code)]
+    engine.workers.paused = False
+    socket.close(linger=1000)
+
+
+def test_a_lost_token_fails_the_request_instead_of_going_unseen() -> None:
+    async def work() -> None:
+        stream = TokenStream(client=None, tag=1)  # type: ignore[arg-type]
+        stream.push(5, 0)
+        stream.push(6, 2)
+        with pytest.raises(ProtocolError, match="token 1 of request 1 is lost"):
+            await tokens(stream)
+
+    asyncio.run(work())

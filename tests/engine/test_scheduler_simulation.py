@@ -1,0 +1,269 @@
+"""The scheduler in thousands of small worlds, each a seed: arrivals, aborts, failures, late results, too few blocks.
+
+After every event all that DESIGN promises of scheduling and of the KV cache is checked, from outside where possible:
+against the worker's own state, the sequences' public fields, and an unlimited run of each request alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from corellm.comms.codec import i32
+from corellm.comms.messages import Request, Sampling, StepPlan, StepResult
+from corellm.engine.kv_cache import make_allocator
+from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.sequence import End, Sequence, State
+from corellm.errors import InvalidRequestError, PromptTooLongError
+from tests.support.simulated_worker import VOCAB, SimulatedWorker, Slot, unlimited_run
+
+SEEDS = 6000
+CHUNKS = 12
+STOP = VOCAB - 1
+MUST_HAPPEN = (
+    "preemptions",
+    "evictions",
+    "hit_tokens",
+    "shared",
+    "refused",
+    "stop",
+    "length",
+    "error",
+    "aborted while waiting",
+    "aborted while running",
+)
+MOST_EVENTS = 3000  # a world that needs more is stuck
+
+
+class World:
+    """One scheduler, one simulated worker, a clock that only this class moves, and every check."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.now = 0.0
+        self.page = rng.choice([1, 2, 3, 4])
+        blocks, seqs = rng.randint(4, 14), rng.randint(1, 5)
+        budget = rng.choice([seqs + 1, rng.randint(seqs + 1, seqs + 8), 64])
+        self.kv = make_allocator(rng.choice(["naive", "radix", "radix"]), blocks, self.page)
+        self.limits = Limits(
+            max_seqs=seqs, max_batch_tokens=budget, max_model_len=rng.choice([16, 64, 64]), vocab=VOCAB
+        )
+        self.scheduler = Scheduler(self.limits, self.kv, lambda: self.now)
+        self.worker = SimulatedWorker(blocks, self.page, seqs, budget)
+        self.depth = rng.choice([1, 2, 2, 3])
+        self.results: list[StepResult] = []
+        self.documents = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
+        self.sequences: list[Sequence] = []
+        self.received: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> Counter[str]:
+        """Requests come for a while, then everything must come to its end."""
+        arrivals = self.rng.randint(3, 14)
+        for _ in range(MOST_EVENTS):
+            self.now += 1.0
+            choice = self.rng.random()
+            if choice < 0.01 and self.sequences:
+                self.abort(self.rng.choice(self.sequences))
+            elif choice < 0.25 and arrivals:
+                arrivals -= 1
+                self.submit(self.random_request())
+            elif choice < 0.6 and len(self.results) < self.depth:
+                self.schedule()
+            elif self.results:
+                self.collect()
+            elif not arrivals and len(self.ends) == len(self.sequences):
+                break
+            self.check()
+        assert len(self.ends) == len(self.sequences), "some requests have no terminal event"
+        self.check_nothing_is_left()
+        stats = self.kv.stats()
+        self.counts += Counter(evictions=stats.evictions, hit_tokens=stats.hit_tokens)
+        self.counts["preemptions"] += self.scheduler.counters.preemptions
+        return self.counts
+
+    def random_request(self) -> Request:
+        rng = self.rng
+        shared = rng.choice(self.documents)[: rng.randint(0, 10)]
+        prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 1, 2, 5]))]
+        if rng.random() < 0.02:
+            prompt.append(VOCAB)
+        salt = rng.choice([0, 0, 0, 1])
+        sampling = Sampling(
+            max_tokens=rng.randint(1, 10),
+            seed=salt,
+            stop_ids=(STOP,) if rng.random() < 0.4 else (),
+            top_k=rng.randint(1, 6) if rng.random() < 0.1 else 0,
+        )
+        priority, tag = rng.choice([0, 1]), len(self.sequences)
+        return Request(
+            tag=tag, prompt=i32(prompt), sampling=sampling, priority=priority, cache_salt="tenant" if salt else ""
+        )
+
+    def submit(self, request: Request) -> None:
+        sequence = Sequence(len(self.sequences) + 1, b"client", request, self.now)
+        prompt, total = request.prompt.tolist(), len(request.prompt) + request.sampling.max_tokens
+        room = min(self.limits.max_model_len, self.kv.num_blocks * self.page + 1)
+        if not prompt or max(prompt) >= VOCAB or total > room:
+            kind = PromptTooLongError if prompt and max(prompt) < VOCAB else InvalidRequestError
+            with pytest.raises(kind):
+                self.scheduler.add(sequence)
+            self.counts["refused"] += 1
+            return
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        self.received[sequence.id] = []
+
+    def abort(self, sequence: Sequence) -> None:
+        state = sequence.state
+        released = self.scheduler.release(sequence, End("abort"))
+        assert released == (sequence.id not in self.ends), "a request ends once, and an abort of an open one ends it"
+        assert not self.scheduler.release(sequence, End("abort"))
+        if released:
+            self.ends[sequence.id] = "abort"
+            self.counts[f"aborted while {state.value}"] += 1
+
+    def schedule(self) -> None:
+        running, slots = self.scheduler.running.copy(), self.slots_by_sequence()
+        retiring, first = self.retiring(), self.scheduler.waiting[0].order[0] if self.scheduler.waiting else None
+        plan = self.scheduler.schedule()
+        if plan is None:
+            pending = self.scheduler.running or self.scheduler.waiting
+            assert self.results or not pending, "nothing is in flight and nothing is planned for what is open"
+            return
+        left = self.check_order(plan, running, slots)
+        grows = any(slot.can_decode and self.needs_block(slot) for slot in slots.values())
+        if retiring or not grows:
+            assert all(first is not None and first < s.order[0] for s in left), "a preemption that nothing asked for"
+        self.results.append(self.worker.run(plan))
+
+    def collect(self) -> None:
+        slots = {sequence: sequence.slot for sequence in self.sequences}
+        outcome = self.scheduler.collect(self.worker.deliver(self.results.pop(0)))
+        for sequence, token, index in zip(outcome.sequences, outcome.tokens, outcome.indices, strict=True):
+            assert sequence.id not in self.ends, "a token after the end"
+            assert index == len(self.received[sequence.id]), "tokens are numbered without gap or repetition"
+            self.received[sequence.id].append(token)
+        for sequence in outcome.ended:
+            assert sequence.id not in self.ends, "a second end"
+            assert sequence.end is not None
+            self.ends[sequence.id] = sequence.end.reason
+            self.counts[sequence.end.reason] += 1
+            if sequence.end.reason == "error":
+                self.worker.distrust(slots[sequence])
+
+    def slots_by_sequence(self) -> dict[int, Slot]:
+        return {s.id: self.worker.slots[s.slot] for s in self.scheduler.running}
+
+    def needs_block(self, slot: Slot) -> bool:
+        return slot.fed == len(slot.blocks) * self.page
+
+    def retiring(self) -> bool:
+        """Blocks are on their way back, behind a fence."""
+        return any(s.slot >= 0 and s.state is not State.RUNNING for s in self.sequences)
+
+    def check_order(self, plan: StepPlan, before: list[Sequence], slots: dict[int, Slot]) -> list[Sequence]:
+        """Who got a row and who was passed over; returns who had to leave. `before` and `slots` predate the plan."""
+        rows = dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
+        opened = {opening.slot for opening in plan.opens}
+        stayed = [s for s in before if s.state is State.RUNNING and s.slot not in opened]
+        left = [s for s in before if s not in stayed]  # some may have entered again at once
+        assert all(s.order < gone.order for s in stayed for gone in left), "an older or more urgent one was preempted"
+        entered = [s for s in self.scheduler.running if s.slot in opened]
+        assert all(s.order < w.order for s in entered for w in self.scheduler.waiting), "the queue was jumped"
+
+        number = {s.slot: s for s in self.scheduler.running}
+        decoding = [s for s in stayed if slots[s.id].can_decode]
+        prefilling = [s for s in stayed if slots[s.id].prefills]
+        spent = sum(rows.values())
+        for sequence in decoding:
+            needs_block = self.needs_block(slots[sequence.id])
+            full = spent == self.limits.max_batch_tokens and set(rows.values()) == {1}
+            assert sequence.slot in rows or needs_block or full, "a decode was passed over"
+        for sequence in prefilling:
+            assert sequence.slot in rows or spent == self.limits.max_batch_tokens, "budget is left for this prefill"
+        order = [number[slot] for slot in rows if slot in number]
+        groups = [0 if s in decoding else 1 if s in stayed else 2 for s in order]
+        assert groups == sorted(groups), "decodes go first, then prefills in progress, then new sequences"
+        for group in range(3):
+            orders = [s.order for s, its in zip(order, groups, strict=True) if its == group]
+            assert orders == sorted(orders), "more urgent and older ones go first"
+        if not self.results:
+            self.check_progress(rows, before, decoding)
+        if spent < self.limits.max_batch_tokens and not left:
+            self.check_classes()
+        return left
+
+    def check_progress(self, rows: dict[int, int], before: list[Sequence], decoding: list[Sequence]) -> None:
+        """With nothing in flight, no fence is left to wait for: the oldest must advance now."""
+        if not before:
+            return
+        oldest = before[0]
+        crowded = oldest not in decoding and len(decoding) >= self.limits.max_batch_tokens
+        assert oldest.slot in rows or crowded, "the oldest does not progress"
+
+    def check_classes(self) -> None:
+        """Interactive requests do not wait for batch ones, unless what they need is on its way behind a fence."""
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        if waiting and running and not self.retiring():
+            assert waiting[0].order[0] >= running[-1].order[0], "a batch request keeps an interactive one waiting"
+
+    def check(self) -> None:
+        self.kv.check()
+        stats = self.kv.stats()
+        assert stats.free + stats.in_use + stats.cached == stats.total == self.kv.num_blocks
+        self.counts["shared"] += stats.shared
+        assert len(self.scheduler.running) <= self.limits.max_seqs
+        assert self.scheduler.in_flight == len(self.results)
+        for sequence in self.sequences:
+            assert (sequence.state is State.FINISHED) == (sequence.id in self.ends)
+
+    def check_nothing_is_left(self) -> None:
+        for sequence in self.sequences:
+            self.check_against_unlimited_run(sequence)
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert self.kv.stats().in_use == 0
+        tokens = sum(len(outputs) for outputs in self.received.values())
+        counters = self.scheduler.counters
+        assert counters.output_tokens == tokens
+        assert counters.finished + counters.failed == len(self.sequences)
+        self.check_all_slots_are_free()
+
+    def check_against_unlimited_run(self, sequence: Sequence) -> None:
+        prompt, outputs = sequence.tokens[: sequence.prompt_len], self.received[sequence.id]
+        expected, reason = unlimited_run(prompt, sequence.sampling)
+        if self.ends[sequence.id] == "abort":
+            assert outputs == expected[: len(outputs)]
+        else:
+            assert (outputs, self.ends[sequence.id]) == (expected, reason)
+        times = [sequence.arrived_at, sequence.admitted_at, sequence.first_token_at, sequence.ended_at]
+        known = [time for time in times if time is not None]
+        assert known == sorted(known)
+
+    def check_all_slots_are_free(self) -> None:
+        wave = min(self.limits.max_seqs, self.limits.max_batch_tokens, self.kv.num_blocks)
+        for tag in range(wave):
+            request = Request(tag=tag, prompt=i32([0]), sampling=Sampling(max_tokens=1))
+            self.scheduler.add(Sequence(1000 + tag, b"client", request, self.now))
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        assert len(plan.opens) == wave
+        outcome = self.scheduler.collect(self.worker.deliver(self.worker.run(plan)))
+        assert len(outcome.ended) == wave
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_promise_is_kept_in_every_world(chunk: int) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(chunk, SEEDS, CHUNKS):
+        try:
+            totals += World(seed).run()
+        except Exception as error:
+            error.add_note(f"in the world of seed {seed}")
+            raise
+    for event in MUST_HAPPEN:
+        assert totals[event] > 0, f"no world saw {event}"

@@ -1,0 +1,116 @@
+"""A real engine loop in a thread, over workers that compute nothing: the next token follows from the plan alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from corellm.comms.codec import i32
+from corellm.comms.messages import EngineInfo, StepPlan, StepResult
+from corellm.comms.run_folder import RunFolder
+from corellm.engine.engine import Engine
+from corellm.engine.front_ends import FrontEnds
+from corellm.engine.kv_cache import make_allocator
+from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.stats import StatsPublisher
+from corellm.errors import CoreLLMError
+
+VOCAB = 1000
+
+
+class CountingWorkers:
+    """Samples the number of tokens that the slot knows. Holds plans while `paused`."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.failing: set[int] = set()  # slots whose logits are NaN
+        self.death: CoreLLMError | None = None
+        self._plans: deque[StepPlan] = deque()
+        self._known: dict[int, int] = {}
+
+    def send(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def receive(self) -> Iterator[StepResult]:
+        if self._plans and not self.paused:
+            yield self._run(self._plans.popleft())
+
+    def check(self) -> None:
+        if self.death is not None:
+            raise self.death
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for opened in plan.opens:
+            self._known[opened.slot] = len(opened.tokens)
+        tokens, failed = [], []
+        for slot, samples in zip(plan.row_slots.tolist(), plan.row_samples.tolist(), strict=True):
+            if samples:
+                if slot in self.failing:
+                    failed.append(len(tokens))
+                tokens.append(self._known[slot] % VOCAB)
+                self._known[slot] += 1
+        return StepResult(step=plan.step, tokens=i32(tokens), failed=i32(failed), seconds=0.001)
+
+
+class EngineThread:
+    """Turns the loop until the block is left."""
+
+    def __init__(self, folder: RunFolder, *, blocks: int, max_seqs: int) -> None:
+        self.folder = folder
+        self.workers = CountingWorkers()
+        limits = Limits(max_seqs, 64, 512, VOCAB)
+        self.scheduler = Scheduler(limits, make_allocator("radix", blocks, 4), time.monotonic)
+        self.front_ends = FrontEnds(folder)
+        self._stats = StatsPublisher(folder, "fake")
+        self._info = EngineInfo(
+            name="fake", model="fake", model_path="", dtype="", device="", tp=1, kv_cache="radix", page_size=4,
+            kv_blocks=blocks, max_model_len=512, max_batch_tokens=64, max_seqs=max_seqs, vocab=VOCAB, seed=0,
+            load_format="dummy", startup_s=0.0,
+        )  # fmt: skip
+        self.error: CoreLLMError | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        death_pipe, write_end = os.pipe()
+        engine = Engine(self._info, self.front_ends, self.workers, self.scheduler, self._stats, death_pipe)  # type: ignore[arg-type]
+        try:
+            while not self._stop.is_set():
+                engine.turn()
+                time.sleep(0.0005)
+        except CoreLLMError as error:
+            self.error = error
+        finally:
+            os.close(death_pipe)
+            os.close(write_end)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 5
+        while not condition():
+            assert time.monotonic() < deadline, f"5 s have passed without {what}"
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+        self.front_ends.close()
+        self._stats.close()
+
+
+@contextlib.contextmanager
+def fake_engine(path: Path, *, blocks: int = 64, max_seqs: int = 8) -> Iterator[EngineThread]:
+    """An engine whose sockets are in `path`; the KV cache must be whole and unused at the end."""
+    thread = EngineThread(RunFolder(path), blocks=blocks, max_seqs=max_seqs)
+    try:
+        yield thread
+        if thread.error is None:
+            thread.until(lambda: thread.scheduler.kv.stats().in_use == 0, "all blocks given back")
+            thread.scheduler.kv.check()
+    finally:
+        thread.close()
