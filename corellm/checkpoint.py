@@ -202,6 +202,10 @@ def _read_index(file: Path) -> dict[str, str]:
 
 
 def _check_tensors(path: Path, spec: LlamaSpec, tensors: Mapping[str, TensorRef]) -> None:
+    if spec.layers > len(tensors):  # before a table of as many entries is made
+        raise CheckpointError(
+            f"{path}: config.json asks for {spec.layers} layers, but there are {len(tensors)} tensors"
+        )
     table = weight_table(spec, DTYPE_BYTES["BF16"])
     expected = {shard.tensor: shard.shape for entry in table.entries for shard in entry.shards}
     # Older exports store the rotary frequencies, which follow from config.json, and some tied models their head, which

@@ -60,7 +60,7 @@ def convert(gguf_path: Path, folder: Path, report: Callable[[Progress], None]) -
         _tokenizer(fields).save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(fields, config))
         _write_weights(gguf_path, reader, LlamaSpec.from_config(config), folder / SINGLE_FILE, report)
-    except (ValueError, IndexError, TypeError) as error:
+    except (ValueError, IndexError, TypeError, NotImplementedError) as error:
         raise CheckpointError(f"{gguf_path}: is not a sound GGUF file: {error}") from error
 
 
@@ -102,7 +102,6 @@ def _config(fields: _Fields, tensors: set[str]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{fields.path}: scaled RoPE ({', '.join(scaling)}) is not read from GGUF; use safetensors"
         )
-    heads = fields["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,7 +109,7 @@ def _config(fields: _Fields, tensors: set[str]) -> dict[str, Any]:
         "hidden_size": fields["llama.embedding_length"],
         "intermediate_size": fields["llama.feed_forward_length"],
         "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": heads,
+        "num_attention_heads": fields["llama.attention.head_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields["llama.rope.dimension_count"],
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
@@ -144,7 +143,10 @@ def _tokenizer(fields: _Fields) -> Tokenizer:
         raise UnsupportedModelError(f"{fields.path}: tokens that are neither normal nor control are not supported")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as error:  # tokenizers has no exception of its own
+        raise CheckpointError(f"{fields.path}: the tokenizer's merges are damaged: {error}") from error
     # SmolLM splits every digit off, then words as GPT-2 does.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -40,10 +40,10 @@ def find_model(name: str, report: Report) -> Path:
     `report` hears of downloads and conversions, also from other threads, but one call at a time. Raises
     `ModelNotFoundError`, saying what was tried, when nothing answers to the name.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
         return path.absolute()
-    if path.exists():
+    if name and path.exists():
         raise ModelNotFoundError(f"--model {name} is a file; give the folder that holds config.json and *.safetensors")
     if name == DEMO_MODEL:
         return _find_demo(report)

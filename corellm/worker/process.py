@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
+import msgspec
 import torch
 import zmq
 
@@ -52,7 +53,7 @@ def run(folder: RunFolder, rank: int, death_pipe: int) -> int:
     """Serve the engine that owns `folder` until it says so; the exit code."""
     settings = read_settings(folder)
     logging.basicConfig(level=settings.log_level.upper(), format=f"%(levelname)s worker {rank}: %(message)s")
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     pulse = Pulse(context, folder, rank, death_pipe)
     pulse.start()
     worker = Worker(settings, folder, rank, sockets.pair(context, folder.worker(rank), bind=False), pulse)
@@ -124,10 +125,13 @@ class Worker:
                         self.send(result)
                 case AllocateKV():
                     executor.allocate(command)
-                    executor.warm_up(self.send)
+                    executor.warm_up(self._report)
                     self.send(WorkerReady(rank=self.rank))
                 case Shutdown():
                     return
+
+    def _report(self, progress: Progress) -> None:
+        self.send(msgspec.structs.replace(progress, rank=self.rank))
 
     def _load(self) -> Executor:
         settings, rank = self.settings, self.rank
@@ -137,18 +141,22 @@ class Worker:
         else:
             torch.set_num_threads(settings.threads)
         dtype = getattr(torch, settings.dtype)
-        self.send(Progress(stage="start workers", done=rank + 1, total=settings.tp, rank=rank))
+        self._report(Progress(stage="start workers", done=rank + 1, total=settings.tp))
         group = make_collectives(self.folder.rendezvous, rank, settings.tp, device)
         checkpoint = open_checkpoint(Path(settings.model_path), settings.load_format)
         spec = checkpoint.spec
         table = weight_table(spec, dtype.itemsize, settings.tp, rank)
         blocks = block_budget(settings, spec, table.nbytes, device)
-        slab = Slab(table.nbytes + Executor.kv_bytes(spec, settings.tp, blocks, settings.page_size, dtype), device)
+        kv_bytes = Executor.kv_bytes(spec, settings.tp, blocks, settings.page_size, dtype)
+        slab = Slab(table.nbytes + kv_bytes, device)
         if settings.load_format == "dummy":
             weights = dummy_weights(table, slab, dtype, settings.seed, rank)
         else:
-            weights = load_weights(checkpoint, table, slab, dtype, self.send)
-        executor = Executor(spec, weights, slab, table.nbytes, device=device, dtype=dtype, group=group)
+            weights = load_weights(checkpoint, table, slab, dtype, self._report)
+        kv_memory = slab.view(table.nbytes, (kv_bytes,), torch.uint8)
+        executor = Executor(
+            spec, weights, kv_memory, page_size=settings.page_size, device=device, dtype=dtype, group=group
+        )
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.send(WeightsLoaded(rank=rank, block_budget=blocks, device_name=name, dtype=settings.dtype))
         return executor

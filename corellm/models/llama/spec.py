@@ -52,7 +52,9 @@ class LlamaSpec:
 
         Raises `UnsupportedModelError` for another architecture, `CheckpointError` for a field that is missing or wrong.
         """
-        found = config.get("architectures") or [config.get("model_type", "none named")]
+        found = config.get("architectures")
+        if not isinstance(found, list) or not found:
+            found = [config.get("model_type", "none named")]
         if ARCHITECTURE not in found:
             raise UnsupportedModelError(
                 f"architecture {found[0]} is not supported; CoreLLM runs {ARCHITECTURE}, rope type llama3 or default"
@@ -73,7 +75,7 @@ class LlamaSpec:
             intermediate=_positive(config, "intermediate_size"),
             vocab=_positive(config, "vocab_size"),
             max_positions=_positive(config, "max_position_embeddings"),
-            eps=float(config.get("rms_norm_eps", 1e-6)),
+            eps=_number(config, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             tied=bool(config.get("tie_word_embeddings", False)),
@@ -109,27 +111,30 @@ def _positive(config: Mapping[str, Any], name: str, default: int | None = None) 
     return value
 
 
+def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{name} is {value!r} in config.json; it must be a positive number")
+    return float(value)
+
+
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     # transformers 5 writes one `rope_parameters` mapping; older checkpoints have `rope_theta` and `rope_scaling`.
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not isinstance(parameters, Mapping):
+        raise CheckpointError(f"rope_scaling is {parameters!r} in config.json; it must be an object")
+    theta = _number({"rope_theta": 10000.0, **config, **parameters}, "rope_theta")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(theta, int | float) or not theta > 0:
-        raise CheckpointError(f"rope_theta is {theta!r} in config.json; it must be a positive number")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "llama3":
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; CoreLLM runs llama3 and default")
-    try:
-        scaling = RopeScaling(
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"rope_scaling in config.json lacks a number for {error}") from None
-    return float(theta), scaling
+    return theta, RopeScaling(
+        factor=_number(parameters, "factor"),
+        low_freq_factor=_number(parameters, "low_freq_factor"),
+        high_freq_factor=_number(parameters, "high_freq_factor"),
+        original_max_position_embeddings=_positive(parameters, "original_max_position_embeddings"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
