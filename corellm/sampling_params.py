@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 
 from corellm.errors import InvalidRequestError
@@ -102,8 +101,11 @@ def _integer(name: str, value: object, low: int, high: int, param: str | None = 
 def _number(
     name: str, value: object, low: float, high: float, *, low_open: bool = False, param: str | None = None
 ) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if low < value <= high or (value == low and not low_open):
+            return
+        shown = f"{value:g}"
+    else:
+        shown = repr(value)
     span = f"{'above' if low_open else 'from'} {low:g} {'and at most' if low_open else 'to'} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidRequestError(f"{name} is {value!r}; it must be a number {span}", param or name)
-    if value > high or value < low or (low_open and value == low):
-        raise InvalidRequestError(f"{name} is {value:g}; it must be {span}", param or name)
+    raise InvalidRequestError(f"{name} is {shown}; it must be a number {span}", param or name)

@@ -1,0 +1,83 @@
+"""What an output was made from: kept beside it, compared before a run goes on with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corellm.batch.lines import Survey
+from corellm.errors import BatchError
+
+FORMAT = 1
+STREAM = "stream"  # stands for the digest of an input that cannot be read twice
+_MISSING = "none"
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """The input, the model and every setting that shapes the rows of an output."""
+
+    version: int = FORMAT
+    input_sha256: str
+    input_size: int | None  # bytes; None for a stream
+    model: str
+    dtype: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, survey: Survey | None, *, model: str, dtype: str, settings: dict[str, Any]) -> Fingerprint:
+        """The fingerprint of a run. `settings` may hold what JSON can."""
+        return cls(
+            input_sha256=survey.sha256 if survey else STREAM,
+            input_size=survey.size if survey else None,
+            model=model,
+            dtype=dtype,
+            settings=msgspec.json.decode(msgspec.json.encode(settings)),
+        )
+
+    def differences(self, other: Fingerprint) -> list[tuple[str, str, str]]:
+        """The fields that differ, as (name, own value, the other's value)."""
+        mine, theirs = _flat(self), _flat(other)
+        names = sorted(mine.keys() | theirs.keys())
+        pairs = [(name, mine.get(name, _MISSING), theirs.get(name, _MISSING)) for name in names]
+        return [pair for pair in pairs if pair[1] != pair[2]]
+
+
+def _flat(fingerprint: Fingerprint) -> dict[str, str]:
+    fields = msgspec.structs.asdict(fingerprint)
+    settings = fields.pop("settings")
+    flat = {name: str(value) for name, value in fields.items()}
+    return flat | {f"settings.{name}": str(value) for name, value in settings.items() if value is not None}
+
+
+def sidecar(output: Path) -> Path:
+    """Where the fingerprint of an output lies."""
+    return output.with_name(f"{output.name}.run.json")
+
+
+def save(fingerprint: Fingerprint, output: Path) -> None:
+    """Write the fingerprint atomically."""
+    path = sidecar(output)
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(fingerprint)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def check(fingerprint: Fingerprint, output: Path) -> None:
+    """Raises `BatchError`, naming each differing field, unless the output was made by a run like this one."""
+    ways_out = "--restart to begin anew (its rows are lost), or -o to write elsewhere"
+    path = sidecar(output)
+    try:
+        saved = msgspec.json.decode(path.read_bytes(), type=Fingerprint)
+    except FileNotFoundError:
+        raise BatchError(f"{output} exists, but no {path.name} says how it was made; use {ways_out}") from None
+    except msgspec.DecodeError as error:
+        raise BatchError(f"{path} is damaged: {error}; use {ways_out}") from None
+    found = [f"{name} was {old}, is {new}" for name, old, new in saved.differences(fingerprint)]
+    if found:
+        raise BatchError(f"{output} is of another run: {'; '.join(found)}; use the same, or {ways_out}")

@@ -1,0 +1,147 @@
+"""Bodies of /v1/chat/completions and /v1/completions as typed requests: shared by the batch and the HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from corellm.errors import InvalidRequestError
+from corellm.openai_api.fields import TABLES, Endpoint, Use, read_fields
+from corellm.sampling_params import SamplingParams
+
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat fills the context
+MAX_SEED = 2**63 - 1
+
+NO_DEFAULTS: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What both kinds of request say about how to answer."""
+
+    params: SamplingParams
+    model: str | None = None
+    n: int = 1  # choices for each prompt
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    priority: int | None = None
+    cache_salt: str = ""
+
+    def choice_params(self, choice: int) -> SamplingParams:
+        """The parameters of one of the n choices: a given seed counts up, or else all n would be the same text."""
+        if self.params.seed is None or choice == 0:
+            return self.params
+        seed = self.params.seed + choice
+        return replace(self.params, seed=seed if seed <= MAX_SEED else seed - 2**64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation to continue. The messages are OpenAI's objects, unchecked: the prompt format knows its roles."""
+
+    messages: list[dict[str, Any]]
+    generation: Generation
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """Prompts to continue, each a text or token ids."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    generation: Generation
+
+
+def parse_request(
+    endpoint: Endpoint, body: Mapping[str, Any], defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> ChatRequest | CompletionRequest:
+    """Check a body; `defaults` are fields that hold where the body does not say.
+
+    Raises `InvalidRequestError`, naming the field.
+    """
+    values = read_fields(_merged(body, defaults), endpoint)
+    if endpoint is Endpoint.CHAT:
+        return _chat(values)
+    return _completion(values)
+
+
+def _merged(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not defaults:
+        return body
+    merged = dict(defaults)
+    if body.get("max_completion_tokens") is not None or body.get("max_tokens") is not None:
+        merged.pop("max_tokens", None)
+        merged.pop("max_completion_tokens", None)
+    merged.update((name, value) for name, value in body.items() if value is not None or name not in merged)
+    return merged
+
+
+def _chat(values: dict[str, Any]) -> ChatRequest:
+    if "messages" not in values:
+        raise InvalidRequestError("messages is missing; give a non-empty list of messages", "messages")
+    wanted = values.get("logprobs", False)
+    top = values.get("top_logprobs")
+    if top and not wanted:
+        raise InvalidRequestError(f"top_logprobs is {top}, but logprobs is not true; set logprobs too", "top_logprobs")
+    open_ended = values.get("continue_final_message", False)
+    add_prompt = values.get("add_generation_prompt", not open_ended)
+    if open_ended and add_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt are both true; set one of them to false",
+            "continue_final_message",
+        )
+    return ChatRequest(
+        messages=values["messages"],
+        generation=_generation(values, Endpoint.CHAT, logprobs=(top or 0) if wanted else None),
+        add_generation_prompt=add_prompt,
+        continue_final_message=open_ended,
+    )
+
+
+def _completion(values: dict[str, Any]) -> CompletionRequest:
+    if "prompt" not in values:
+        raise InvalidRequestError("prompt is missing; give a string, token ids, or a list of either", "prompt")
+    return CompletionRequest(
+        prompts=values["prompt"],
+        generation=_generation(values, Endpoint.COMPLETIONS, logprobs=values.get("logprobs")),
+    )
+
+
+def _generation(values: dict[str, Any], endpoint: Endpoint, logprobs: int | None) -> Generation:
+    table = TABLES[endpoint]
+    sampling = {name: value for name, value in values.items() if table[name].use is Use.SAMPLING}
+    n = values.get("n", 1)
+    if values.get("best_of", n) != n:
+        raise InvalidRequestError(
+            f"best_of is {values['best_of']} and n is {n}; only best_of = n is supported", "best_of"
+        )
+    stream = values.get("stream", False)
+    stream_options = values.get("stream_options", {})
+    if stream_options and not stream:
+        raise InvalidRequestError("stream_options is given, but stream is not true; set stream too", "stream_options")
+    return Generation(
+        params=SamplingParams(max_tokens=_max_tokens(values, endpoint), logprobs=logprobs, **sampling),
+        model=values.get("model"),
+        n=n,
+        stream=stream,
+        include_usage=stream_options.get("include_usage", False),
+        continuous_usage=stream_options.get("continuous_usage_stats", False),
+        priority=values.get("priority"),
+        cache_salt=values.get("cache_salt", ""),
+    )
+
+
+def _max_tokens(values: dict[str, Any], endpoint: Endpoint) -> int | None:
+    old: int | None = values.get("max_tokens")
+    new: int | None = values.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise InvalidRequestError(
+            f"max_tokens is {old} and max_completion_tokens is {new}; give one of them", "max_completion_tokens"
+        )
+    given = new if old is None else old
+    if given is None and endpoint is Endpoint.COMPLETIONS:
+        return COMPLETIONS_MAX_TOKENS
+    return given

@@ -1,0 +1,148 @@
+"""A run that is cut short anywhere and started again ends with the output of a run that was not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corellm.batch.runner import ORDERS, BatchRunner
+from corellm.errors import BatchError, CoreLLMError, EngineDeadError, NumericalError
+from tests.support.fake_text_engine import FakeTextEngine
+from tests.unit.test_batch_runner import Bench
+
+ROWS: list[Any] = [
+    {"custom_id": "é", "prompt": "p0"},
+    {"messages": [{"role": "user", "content": "hi\n"}], "n": 2},
+    b"",
+    b"{bad",
+    {"prompt": "nan"},
+    {"prompt": "x", "top_p": 7},
+    {"custom_id": "é", "prompt": "again"},
+    *({"prompt": f"q{index}", "max_tokens": 3} for index in range(12)),
+]
+
+
+def engine() -> FakeTextEngine:
+    return FakeTextEngine(failure=lambda prompt: NumericalError("NaN") if prompt == "nan" else None)
+
+
+def without_random_ids(row: dict[str, Any]) -> str:
+    if row["response"] is not None:
+        row["response"]["request_id"] = "r"
+        if "created" in row["response"]["body"]:
+            row["response"]["body"].update(id="i", created=0)
+    return json.dumps(row, sort_keys=True)
+
+
+def outcome(bench: Bench) -> list[str]:
+    return sorted(without_random_ids(row) for row in bench.rows())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    bench = Bench(tmp_path_factory.mktemp("whole"), ROWS)
+    bench.run(engine())
+    assert len(bench.rows()) == len(ROWS) - 1
+    return outcome(bench)
+
+
+def test_an_output_cut_at_any_byte_of_its_tail_is_completed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [ROWS[0], b"{bad"])
+    bench.run(engine())
+    whole, expected = bench.output.read_bytes(), outcome(bench)
+    for size in range(len(whole.splitlines(keepends=True)[0]), len(whole) + 1):
+        bench.output.write_bytes(whole[:size])
+        bench.run(engine())
+        assert outcome(bench) == expected, size
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_sequence_of_crashes_ends_with_one_row_for_each(tmp_path: Path, expected: list[str], seed: int) -> None:
+    draw = random.Random(seed)
+    order = draw.choice(ORDERS)
+    bench = Bench(tmp_path, ROWS)
+    for _ in range(draw.randrange(5)):
+        crash(bench, draw, order)
+    summary = bench.run(engine(), order=order, max_in_flight=3)
+    assert outcome(bench) == expected
+    assert summary.ok + summary.failed + summary.skipped == len(expected)
+    if order == "input":
+        lines = [int(row["id"].split("_")[2]) for row in bench.rows()]
+        assert lines == sorted(lines)
+    assert bench.run(engine(), order=order).skipped == len(expected)
+
+
+def crash(bench: Bench, draw: random.Random, order: str) -> None:
+    """The engine dies or the user stops the run; then the output is cut somewhere in what this run wrote."""
+    kind = draw.choice(("death", "stop", "stop now"))
+    answers = draw.randrange(16)
+    before = bench.output.stat().st_size if bench.output.exists() else 0
+
+    def failure(prompt: str) -> CoreLLMError | None:
+        if kind == "death" and len(dying.calls) > answers:
+            return EngineDeadError("dead")
+        return NumericalError("NaN") if prompt == "nan" else None
+
+    dying = FakeTextEngine(delay=lambda prompt: draw.choice((0.0, 0.0, 0.001)), failure=failure)
+
+    async def stop(runner: BatchRunner) -> None:
+        while len(dying.calls) < answers and runner.snapshot().done < len(ROWS) - 1:  # noqa: ASYNC110 (stop between any two steps of the loop)
+            await asyncio.sleep(0)
+        if kind == "stop":
+            runner.request_stop()
+        elif kind == "stop now":
+            runner.stop_now()
+
+    with suppress(EngineDeadError):
+        bench.run(dying, order=order, max_in_flight=3, meanwhile=stop)
+    size = bench.output.stat().st_size
+    os.truncate(bench.output, draw.randint(min(before, size), size))
+
+
+def test_a_changed_input_is_refused_by_name(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ROWS)
+    bench.run(engine(), limit=3)
+    whole = bench.output.read_bytes()
+    bench.source.write_bytes(bench.source.read_bytes() + b'{"prompt": "more"}\n')
+    with pytest.raises(BatchError, match=r"input_sha256 was .*; input_size was"):
+        bench.run(engine())
+    assert bench.output.read_bytes() == whole
+    bench.run(engine(), restart=True)
+    assert len(bench.rows()) == len(ROWS)
+
+
+MILLION_ROWS = """
+import resource, sys
+from corellm.batch.engine_api import ModelLimits
+from corellm.batch.lines import Source
+from corellm.batch.runner import BatchOptions, dry_run
+from tests.support.fake_text_engine import FakeTextEngine
+
+source = Source(sys.argv[1])
+assert source.survey().rows == 1_000_001
+summary = dry_run(FakeTextEngine(), ModelLimits(200, 256), source, BatchOptions(), lambda event: None)
+assert (summary.ok, summary.failed) == (1_000_000, 1), summary
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_rows_are_validated_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with open(path, "wb") as file:
+        for index in range(1_000_000):
+            file.write(b'{"custom_id": "request-%d", "prompt": "Say %d."}\n' % (index, index))
+        file.write(b'{"custom_id": "request-0", "prompt": "again"}\n')
+    told = subprocess.run([sys.executable, "-c", MILLION_ROWS, str(path)], capture_output=True, text=True, check=True)
+    peak_mb = int(told.stdout)
+    assert peak_mb < 200, f"{peak_mb} MB"
+    print(f"peak {peak_mb} MB")
