@@ -141,7 +141,7 @@ class Worker:
         else:
             torch.set_num_threads(settings.threads)
         dtype = getattr(torch, settings.dtype)
-        self._report(Progress(stage="start workers", done=rank + 1, total=settings.tp))
+        self._report(Progress(stage="start workers", done=1, total=1))
         group = make_collectives(self.folder.rendezvous, rank, settings.tp, device)
         checkpoint = open_checkpoint(Path(settings.model_path), settings.load_format)
         spec = checkpoint.spec

@@ -106,11 +106,9 @@ class SlotTables:
         order = np.argsort(slots, kind="stable")
         slots, blocks = slots[order].astype(np.int64), blocks[order].copy()
         columns = self._blocks[slots] + np.arange(len(slots)) - np.searchsorted(slots, slots)
-        if columns.max() >= self.block_table.shape[1]:
-            slot = slots[columns.argmax()]
-            raise ProtocolError(
-                f"slot {slot} is given block {columns.max()}; it has room for {self.block_table.shape[1]}"
-            )
+        room = self.block_table.shape[1]
+        if columns.max() >= room:
+            raise ProtocolError(f"slot {slots[columns.argmax()]} is given more blocks than the {room} it has room for")
         self.block_table[self.upload(slots), self.upload(columns)] = self.upload(blocks)
         np.add.at(self._blocks, slots, 1)
 

@@ -1,0 +1,1 @@
+"""The `corellm` command: one module a subcommand, option types shared between them."""

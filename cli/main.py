@@ -1,0 +1,81 @@
+"""Entry point of `corellm`. Importing it costs Typer and nothing heavier: each command imports what it needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from corellm.errors import CoreLLMError, OptionError
+
+from . import batch
+from .exit_codes import ExitCode
+
+app = typer.Typer(
+    name="corellm",
+    help="Run Llama 3.1 yourself.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("batch", help=batch.HELP)(batch.batch)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"corellm {version('corellm')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def corellm(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that come before a command; without a command, the help."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit(ExitCode.USAGE)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code: the one place where errors become codes."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns its exit code. Errors are told on stderr, in one line."""
+    try:
+        return app(arguments, prog_name="corellm", standalone_mode=False) or ExitCode.OK
+    except typer.TyperException as error:
+        _print_error(f"{error.format_message().rstrip('.')} (see {_help_for(arguments)})")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our stdout left. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILURE
+    except CoreLLMError as error:
+        import logging
+
+        logging.getLogger("corellm").debug("the error below came from here", exc_info=error)
+        _print_error(error.message)
+        return ExitCode.USAGE if isinstance(error, OptionError) else ExitCode.FAILURE
+
+
+def _help_for(arguments: list[str]) -> str:
+    commands = {command.name for command in app.registered_commands}
+    return " ".join(["corellm", *(name for name in arguments[:1] if name in commands), "--help"])
+
+
+def _print_error(message: str) -> None:
+    from corellm_tui.foreign import one_line
+
+    red, reset = ("\x1b[1;31m", "\x1b[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    print(f"{red}error:{reset} {one_line(message)}", file=sys.stderr)

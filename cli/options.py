@@ -1,0 +1,130 @@
+"""Command-line options made from dataclasses, so that each option is described in one place.
+
+`expand(engine=EngineOptions)` turns a command's one `engine` parameter into an option for every field of the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from corellm.config import EngineOptions, env_name, flag_name
+from corellm.errors import InvalidRequestError
+from corellm.sampling_params import SamplingParams
+
+Command = Callable[..., None]
+
+
+def _sampling(help: str) -> Any:
+    return field(default=None, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling settings for rows that do not say; None leaves a field to the row, then to the API's own default."""
+
+    max_tokens: int | None = _sampling("Longest output, in tokens.")
+    min_tokens: int | None = _sampling("Do not stop before this many tokens.")
+    temperature: float | None = _sampling("0 is greedy.")
+    top_p: float | None = _sampling("Sample from the likeliest tokens that together reach this probability.")
+    top_k: int | None = _sampling("Sample from this many likeliest tokens; 0 is off.")
+    min_p: float | None = _sampling("Drop tokens below this fraction of the likeliest one's probability.")
+    presence_penalty: float | None = _sampling("Penalty on tokens that the output has already.")
+    frequency_penalty: float | None = _sampling("The same, for each time that it has them.")
+    repetition_penalty: float | None = _sampling("Divides the scores of tokens in prompt or output; 1 is off.")
+    stop: list[str] | None = field(
+        default=None, metadata={"help": "End the output before this text; may be given several times."}
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The fields that were set.
+
+        Raises `typer.BadParameter`, naming the option, when a value is out of range.
+        """
+        values = {name: value for name in _names(self) if (value := getattr(self, name)) not in (None, [])}
+        try:
+            SamplingParams(**values)
+        except InvalidRequestError as error:
+            raise typer.BadParameter(error.message, param_hint=flag_name(error.param or "")) from None
+        return values
+
+
+# The class that a parameter expands into, and how its options are presented.
+_PANELS: Mapping[type, str] = {EngineOptions: "Engine", SamplingDefaults: "Sampling, for rows that do not say"}
+_FROM_ENVIRONMENT = frozenset({EngineOptions})
+
+
+def expand(**groups: type) -> Callable[[Command], Command]:
+    """Replace each parameter named in `groups` by one option for every field of its dataclass.
+
+    The command receives an instance of the class. `--no-color` comes with it, since every command draws.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
+        expanded = [_parameter(cls, spec) for cls in groups.values() for spec in fields(cls)]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            values.pop(_NO_COLOR.name)
+            for name, cls in groups.items():
+                values[name] = cls(**{key: values.pop(key) for key in _names(cls)})
+            command(**values)
+
+        parameters = [*own, *expanded, _NO_COLOR]
+        # Typer reads both: the signature for defaults, the annotations for types.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _names(dataclass_or_instance: Any) -> list[str]:
+    return [spec.name for spec in fields(dataclass_or_instance)]
+
+
+def _parameter(cls: type, spec: Field[Any]) -> inspect.Parameter:
+    rule = spec.metadata
+    kind = Literal[rule["choices"]] if rule.get("choices") else get_type_hints(cls)[spec.name]
+    option = typer.Option(
+        flag_name(spec.name),
+        help=rule["help"],
+        metavar=_range(rule),
+        envvar=env_name(spec.name) if cls in _FROM_ENVIRONMENT else None,
+        show_envvar=False,
+        rich_help_panel=_PANELS[cls],
+    )
+    return _keyword(spec.name, Annotated[kind, option], spec.default)
+
+
+def _range(rule: Mapping[str, Any]) -> str | None:
+    """The range for the help alone: the class checks it, and its message says more than Typer's."""
+    low, high = rule.get("low"), rule.get("high")
+    if low is None:
+        return None
+    return f"{low:.10g}.." if high is None else f"{low:.10g}..{high:.10g}"
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _disable_color(value: bool) -> bool:
+    # NO_COLOR reaches everything that draws, child processes among them, so the flag is only another way to set it.
+    if value:
+        os.environ["NO_COLOR"] = "1"
+    return value
+
+
+_NO_COLOR = _keyword(
+    "no_color",
+    Annotated[bool, typer.Option("--no-color", help="The same as NO_COLOR=1.", callback=_disable_color, is_eager=True)],
+    False,
+)

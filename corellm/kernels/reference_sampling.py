@@ -1,0 +1,101 @@
+"""Sampling in torch, vectorised over rows: s rows of a vocabulary of v, logits in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, odd: consecutive ids land far apart
+MIX_A, MIX_B = 0x85EBCA6B, 0xC2B2AE35  # multipliers of MurmurHash3's 32-bit finaliser
+
+
+def non_finite(logits: Tensor) -> Tensor:
+    """Which rows hold NaN or infinity: bool [s]."""
+    low, high = logits.aminmax(dim=-1)  # both are NaN if any element is
+    finite: Tensor = low.isfinite() & high.isfinite()
+    return finite.logical_not()
+
+
+def penalize(logits: Tensor, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, penalties: Tensor) -> Tensor:
+    """Repetition divides positive and multiplies negative logits of every token seen, in prompt or output; presence
+    is subtracted once and frequency once per occurrence from those in the output."""
+    span = torch.arange(tokens.shape[1], device=tokens.device)
+    known = span < lengths[:, None]
+    ids = tokens.long().masked_fill(~known, 0)
+    counts = torch.zeros_like(logits)
+    seen = counts.scatter_add(1, ids, known.float()) > 0
+    outputs = counts.scatter_add_(1, ids, (known & (span >= prompt_lengths[:, None])).float())
+    repetition, presence, frequency = penalties[:, :, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return torch.where(seen, repeated, logits) - frequency * outputs - presence * (outputs > 0)
+
+
+def mask_unlikely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Min-p, then top-k, then top-p over what is left, as vLLM orders them. Each is a threshold on the logit."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    rank = torch.arange(ordered.shape[1], device=logits.device)
+    largest = ordered[:, :1]
+    dropped = (ordered < largest + min_p.log()[:, None]) | ((rank >= top_k[:, None]) & (top_k > 0)[:, None])
+    probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    mass = top_p.masked_fill(top_p >= 1, torch.inf)  # rounding may carry the sum to 1 before the last token
+    kept = (before < mass[:, None]) & ~dropped
+    kept[:, 0] = True
+    threshold = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
+    return logits.masked_fill(logits < threshold, -torch.inf)
+
+
+def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Gumbel-max: argmax over ids of logit + Gumbel noise, lowest id on ties. Returns int64 [s]."""
+    return (logits + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise, float32 [s, vocab], as a pure function of (seed, position, id).
+
+    In 32-bit arithmetic that wraps, `>>` filling with zeros, every backend computes:
+
+        mix(x):  x ^= x >> 16; x *= MIX_A; x ^= x >> 13; x *= MIX_B; x ^= x >> 16
+        k0 = mix(mix(mix(seed_low + GOLDEN) ^ seed_high) + position * GOLDEN)
+        k1 = mix(k0 + GOLDEN)
+        x  = id * GOLDEN + k0
+        x ^= x >> 16; x *= MIX_A; x += k1; x ^= x >> 13; x *= MIX_B; x ^= x >> 16
+        u  = min(((x & 0x7fffffff) + 0.5) * 2^-31, 1 - 2^-24)       in float32
+        noise = -log(-log1p(-u))
+
+    The second key enters in the middle, so that two rows whose first keys lie a multiple of GOLDEN apart do not see
+    the same noise shifted. log1p near u = 0 keeps the large values of the noise, the ones that decide a draw, fine
+    down to probabilities of 2^-32.
+    """
+    low = _signed(seeds & 0xFFFFFFFF)
+    high = _signed((seeds >> 32) & 0xFFFFFFFF)
+    golden, mix_a, mix_b = (_constant(value) for value in (GOLDEN, MIX_A, MIX_B))
+    k0 = _mix(_mix(_mix(low + golden) ^ high) + positions.to(torch.int32) * golden)[:, None]
+    k1 = _mix(k0 + golden)
+    x = torch.arange(vocab, dtype=torch.int32, device=seeds.device).mul_(golden) + k0
+    x = (x ^ _shift(x, 16)).mul_(mix_a).add_(k1)
+    x = x.bitwise_xor_(_shift(x, 13)).mul_(mix_b)
+    x = x.bitwise_xor_(_shift(x, 16)).bitwise_and_(0x7FFFFFFF)
+    u = x.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 16)) * _constant(MIX_A)
+    x = (x ^ _shift(x, 13)) * _constant(MIX_B)
+    return x ^ _shift(x, 16)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int32."""
+    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _constant(value: int) -> int:
+    """A 32-bit pattern as the int32 that holds it."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def _signed(pattern: Tensor) -> Tensor:
+    """int64 values in 0..2^32-1 as the int32 of the same bits."""
+    return torch.where(pattern >= 1 << 31, pattern - (1 << 32), pattern).to(torch.int32)

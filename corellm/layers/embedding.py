@@ -1,0 +1,23 @@
+"""Embedding and head, split over ranks by vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from corellm.kernels import Backend
+from corellm.layers.parallel import Collectives
+
+
+def embed(tokens: Tensor, weight: Tensor, backend: Backend, group: Collectives) -> Tensor:
+    """Vectors of tokens [n] from this rank's part [v / size, hidden] of the table: [n, hidden] on every rank."""
+    if group.size == 1:
+        return backend.embed(tokens, weight)
+    local = tokens - group.rank * len(weight)
+    absent = (local < 0) | (local >= len(weight))
+    vectors = backend.embed(local.masked_fill(absent, 0), weight)
+    return group.all_reduce(vectors.masked_fill_(absent[:, None], 0))
+
+
+def head(x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
+    """Logits of x [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""
+    return backend.linear(x, weight)

@@ -1,0 +1,339 @@
+"""The command line: options, exit codes, what goes where, signals. The engine is a fake; everything else is real."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import corellm_cli.batch_run
+from corellm.batch.engine_api import ModelLimits
+from corellm.comms.messages import Progress
+from corellm.config import EngineOptions, env_name, flag_name
+from corellm.engine import text_engine
+from corellm.errors import CoreLLMError, EngineDeadError, RequestFailedError
+from corellm_cli.batch import default_output
+from corellm_cli.exit_codes import ExitCode
+from corellm_cli.main import run
+from tests.support.fake_text_engine import FakeTextEngine
+
+Run = Callable[..., int]
+
+
+class Launched(FakeTextEngine):
+    """The fake as `TextEngine.start` would return it."""
+
+    closed = False
+
+    def behave(
+        self,
+        *,
+        delay: Callable[[str], float] = lambda text: 0.0,
+        failure: Callable[[str], CoreLLMError | None] = lambda text: None,
+    ) -> None:
+        """From now on: the seconds that a prompt takes, the error that it ends in."""
+        self._delay, self._failure = delay, failure
+
+    def latest_stats(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No options from the environment, no GPU, a folder of its own, and logging as it was."""
+    for spec in fields(EngineOptions):
+        monkeypatch.delenv(env_name(spec.name), raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")  # also restores it where a test's --no-color sets it
+    monkeypatch.setattr(text_engine, "gpu_count", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("corellm")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def engine() -> Launched:
+    return Launched()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, engine: Launched) -> list[EngineOptions]:
+    """The options of every engine that was started; it is the fake."""
+    options: list[EngineOptions] = []
+
+    async def start(given: EngineOptions, report: Callable[[Progress], None]) -> Launched:
+        options.append(given)
+        report(Progress(stage="warm up"))
+        return engine
+
+    def find(given: EngineOptions, report: Callable[[Progress], None]) -> Any:
+        report(Progress(stage="resolve model", detail=str(given.model)))
+        return SimpleNamespace(
+            settings=SimpleNamespace(model=given.model, dtype="float32"),
+            limits=ModelLimits.of(engine.info),
+            encode_prompt=engine.encode_prompt,
+            encode_chat=engine.encode_chat,
+        )
+
+    monkeypatch.setattr(corellm_cli.batch_run, "find", find)
+    monkeypatch.setattr(text_engine.TextEngine, "start", start)
+    return options
+
+
+def write_rows(*rows: object) -> str:
+    Path("in.jsonl").write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return "in.jsonl"
+
+
+def answers(path: str = "in.out.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+PROMPTS = [{"prompt": f"prompt {number}", "max_tokens": 4} for number in range(3)]
+
+
+def test_a_run_answers_every_row(started: list[EngineOptions], engine: Launched, capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.OK
+    assert [answer["response"]["status_code"] for answer in answers()] == [200] * 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "done: 3 ok, 0 failed" in err
+    assert engine.closed
+
+
+def test_without_a_model_and_a_gpu_the_demo_is_used_and_named(started: list[EngineOptions], capsys: Any) -> None:
+    run(["batch", write_rows(*PROMPTS)])
+    assert started[0].model == "demo"
+    assert "no --model given and no GPU here: using the demo model" in capsys.readouterr().err
+
+
+def test_without_a_model_on_a_gpu_machine_one_is_asked_for(
+    started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(text_engine, "gpu_count", lambda: 1)
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.USAGE
+    assert "--model is not given" in capsys.readouterr().err
+    assert started == []
+
+
+def test_every_engine_option_has_a_flag_and_a_variable(
+    started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {
+        "model": "m", "tp": 2, "device": "cpu", "dtype": "float16", "max_model_len": 70, "max_batch_tokens": 80,
+        "max_seqs": 9, "kv_cache": "naive", "page_size": 8, "gpu_memory": 0.5, "kv_blocks": 11, "load_format": "dummy",
+        "seed": 5, "name": "alpha", "log_level": "error",
+    }  # fmt: skip
+    expected = EngineOptions(**values)  # type: ignore[arg-type]
+    flags = [word for name, value in values.items() for word in (flag_name(name), str(value))]
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "-o", "a.jsonl", *flags]) == ExitCode.OK
+    for name, value in values.items():
+        monkeypatch.setenv(env_name(name), str(value))
+    assert run(["batch", rows, "-o", "b.jsonl"]) == ExitCode.OK
+    assert started == [expected, expected]
+
+
+def test_sampling_options_hold_where_a_row_does_not_say(started: list[EngineOptions], engine: Launched) -> None:
+    rows = write_rows({"prompt": "silent"}, {"prompt": "says", "temperature": 0.5, "max_tokens": 3})
+    flags = ["--temperature=0", "--max-tokens=7", "--top-p=0.5", "--top-k=3", "--min-p=0.1", "--seed=9"]
+    assert run(["batch", rows, *flags, "--stop", "A", "--stop", "B"]) == ExitCode.OK
+    params = {text: params for text, params, _, _ in engine.calls}
+    silent, says = params["silent"], params["says"]
+    assert (silent.temperature, silent.max_tokens, says.temperature, says.max_tokens) == (0, 7, 0.5, 3)
+    assert (silent.top_p, silent.top_k, silent.min_p, silent.stop, silent.seed) == (0.5, 3, 0.1, ("A", "B"), 9)
+
+
+def test_a_seed_that_is_not_given_is_not_set(started: list[EngineOptions], engine: Launched) -> None:
+    run(["batch", write_rows(*PROMPTS)])
+    assert {params.seed for _, params, _, _ in engine.calls} == {None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tp", "0"], "--tp is 0; it must be from 1 to 64"),
+        (["--tp", "two"], "--tp"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--temperature", "3"], "--temperature"),
+        (["--min-tokens", "5", "--max-tokens", "4"], "--min-tokens"),
+        (["--order", "random"], "--order"),
+        (["--limit", "0"], "--limit"),
+        (["--restart", "--retry-errors"], "--retry-errors"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_exit_2(flags: list[str], says: str, capsys: Any) -> None:
+    assert run(["batch", "in.jsonl", *flags]) == ExitCode.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["batch"], "corellm batch --help"), (["bogus"], "(see corellm --help)")]
+)
+def test_usage_errors_lead_to_the_right_help(arguments: list[str], says: str, capsys: Any) -> None:
+    assert run(arguments) == ExitCode.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help(capsys: Any) -> None:
+    assert run([]) == ExitCode.USAGE
+    assert "batch" in capsys.readouterr().out
+
+
+def test_a_missing_input_is_a_failure(capsys: Any) -> None:
+    assert run(["batch", "nowhere.jsonl", "--model", "demo"]) == ExitCode.FAILURE
+    assert capsys.readouterr().err.startswith("error: the input nowhere.jsonl is not there")
+
+
+def test_foreign_names_do_not_reach_the_terminal_raw(capsys: Any) -> None:
+    assert run(["batch", "\x1b[2J\n.jsonl", "--model", "demo"]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert err.count("\n") == 1
+
+
+def test_row_errors_are_exit_3_also_when_an_earlier_run_had_them(started: list[EngineOptions], capsys: Any) -> None:
+    rows = write_rows(*PROMPTS, "not JSON")
+    assert run(["batch", rows]) == ExitCode.ROW_ERRORS
+    assert "line 4" in capsys.readouterr().err
+    assert run(["batch", rows]) == ExitCode.ROW_ERRORS
+    assert "4 skipped" in capsys.readouterr().err
+
+
+def test_a_run_with_other_settings_is_refused_before_an_engine_starts(
+    started: list[EngineOptions], capsys: Any
+) -> None:
+    rows = write_rows(*PROMPTS)
+    run(["batch", rows, "--temperature", "0"])
+    before = Path("in.out.jsonl").read_bytes()
+    assert run(["batch", rows, "--temperature", "1"]) == ExitCode.FAILURE
+    assert "temperature" in capsys.readouterr().err
+    assert len(started) == 1
+    assert Path("in.out.jsonl").read_bytes() == before
+    assert run(["batch", rows, "--temperature", "1", "--restart"]) == ExitCode.OK
+
+
+def test_rows_to_stdout_leave_it_to_rows_alone(started: list[EngineOptions], capfd: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS), "-o", "-", "--json-summary"]) == ExitCode.OK
+    out, err = capfd.readouterr()
+    assert {json.loads(line)["response"]["status_code"] for line in out.splitlines()} == {200}
+    assert json.loads(err.splitlines()[-1])["ok"] == 3
+
+
+def test_quiet_says_nothing_and_a_json_summary_is_data(started: list[EngineOptions], capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS, "bad"), "--quiet", "--json-summary"]) == ExitCode.ROW_ERRORS
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert (json.loads(out)["ok"], json.loads(out)["failed"]) == (3, 1)
+
+
+def test_limit_order_and_strict_reach_the_runner(started: list[EngineOptions], engine: Launched) -> None:
+    rows = write_rows(*PROMPTS, "bad")
+    assert run(["batch", rows, "--limit", "2", "--order", "input", "--strict"]) == ExitCode.OK
+    assert [answer["custom_id"] for answer in answers()] == ["row-1", "row-2"]
+    assert run(["batch", rows, "--strict", "-o", "other.jsonl"]) == ExitCode.FAILURE
+    assert len(engine.calls) == 2
+
+
+def test_a_dry_run_starts_nothing_and_writes_nothing(started: list[EngineOptions], capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS, "bad"), "--dry-run"]) == ExitCode.ROW_ERRORS
+    assert "3 rows can run, 1 can not: 24 in" in capsys.readouterr().err
+    assert started == []
+    assert sorted(os.listdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_finishes_what_is_in_flight(
+    started: list[EngineOptions], engine: Launched, number: signal.Signals, capsys: Any
+) -> None:
+    engine.behave(delay=lambda text: _signalled(number, when=text == "prompt 0") or 0.05)
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows]) == ExitCode.INTERRUPTED
+    assert "run the same command again to go on" in capsys.readouterr().err
+    assert engine.cancelled == 0
+    assert engine.closed
+    engine.behave(delay=lambda text: 0.0)
+    assert run(["batch", rows]) == ExitCode.OK
+    assert sorted(answer["custom_id"] for answer in answers()) == ["row-1", "row-2", "row-3"]
+
+
+def test_a_second_signal_stops_now(started: list[EngineOptions], engine: Launched) -> None:
+    engine.behave(delay=lambda text: _signalled(signal.SIGINT, when=text != "prompt 2") or 60.0)
+    began = time.monotonic()
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.INTERRUPTED
+    assert time.monotonic() - began < 3.0  # the grace alone is 5 s
+    assert engine.cancelled > 0
+    assert answers() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _signalled(number: signal.Signals, *, when: bool) -> float:
+    """Send ourselves the signal; 0 seconds."""
+    if when:
+        os.kill(os.getpid(), number)
+    return 0.0
+
+
+def test_the_death_of_the_engine_is_exit_1_and_can_be_resumed(
+    started: list[EngineOptions], engine: Launched, capsys: Any
+) -> None:
+    engine.behave(failure=lambda text: EngineDeadError("the engine was killed by SIGKILL"))
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == "error: the engine was killed by SIGKILL"
+    assert "run the same command again" in err
+    engine.behave()
+    assert run(["batch", "in.jsonl"]) == ExitCode.OK
+
+
+def test_a_traceback_comes_only_with_debug(started: list[EngineOptions], engine: Launched, capsys: Any) -> None:
+    engine.behave(failure=lambda text: EngineDeadError("gone"))
+    rows = write_rows(*PROMPTS)
+    run(["batch", rows])
+    assert "Traceback" not in capsys.readouterr().err
+    run(["batch", rows, "--log-level", "debug"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_failed_request_is_a_row_error(started: list[EngineOptions], engine: Launched) -> None:
+    engine.behave(failure=lambda text: RequestFailedError("broke") if text == "prompt 1" else None)
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.ROW_ERRORS
+    assert sorted(answer["response"]["status_code"] for answer in answers()) == [200, 200, 500]
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = "from corellm_cli.main import main; import sys; sys.argv = ['corellm', 'batch', '--help']; main()"
+    done = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (ExitCode.FAILURE, b"")
+
+
+@pytest.mark.parametrize(
+    ("input", "output"),
+    [("a/in.jsonl", "a/in.out.jsonl"), ("in.jsonl.gz", "in.out.jsonl"), ("in.txt", "in.txt.out.jsonl"), ("-", "-")],
+)
+def test_default_output(input: str, output: str) -> None:
+    assert default_output(input) == output

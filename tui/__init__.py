@@ -1,0 +1,1 @@
+"""What CoreLLM draws in a terminal."""
