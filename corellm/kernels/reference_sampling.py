@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+CANDIDATES = 1024  # likeliest tokens looked at before the whole vocabulary is sorted
+NOISE_BLOCK = 1 << 16  # numbers; a dozen passes over one block stay in a core's cache, over all rows they do not
 GOLDEN = 0x9E3779B9  # 2^32 / golden ratio, odd: consecutive ids land far apart
 MIX_A, MIX_B = 0x85EBCA6B, 0xC2B2AE35  # multipliers of MurmurHash3's 32-bit finaliser
 
@@ -12,8 +14,7 @@ MIX_A, MIX_B = 0x85EBCA6B, 0xC2B2AE35  # multipliers of MurmurHash3's 32-bit fin
 def non_finite(logits: Tensor) -> Tensor:
     """Which rows hold NaN or infinity: bool [s]."""
     low, high = logits.aminmax(dim=-1)  # both are NaN if any element is
-    finite: Tensor = low.isfinite() & high.isfinite()
-    return finite.logical_not()
+    return ~(low.isfinite() & high.isfinite())
 
 
 def penalize(logits: Tensor, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, penalties: Tensor) -> Tensor:
@@ -25,29 +26,47 @@ def penalize(logits: Tensor, tokens: Tensor, lengths: Tensor, prompt_lengths: Te
     counts = torch.zeros_like(logits)
     seen = counts.scatter_add(1, ids, known.float()) > 0
     outputs = counts.scatter_add_(1, ids, (known & (span >= prompt_lengths[:, None])).float())
-    repetition, presence, frequency = penalties[:, :, None]
+    repetition, presence, frequency = penalties[:, :, None].unbind()
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     return torch.where(seen, repeated, logits) - frequency * outputs - presence * (outputs > 0)
 
 
 def mask_unlikely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Min-p, then top-k, then top-p over what is left, as vLLM orders them. Each is a threshold on the logit."""
-    ordered = logits.sort(dim=-1, descending=True).values
-    rank = torch.arange(ordered.shape[1], device=logits.device)
-    largest = ordered[:, :1]
-    dropped = (ordered < largest + min_p.log()[:, None]) | ((rank >= top_k[:, None]) & (top_k > 0)[:, None])
-    probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    mass = top_p.masked_fill(top_p >= 1, torch.inf)  # rounding may carry the sum to 1 before the last token
-    kept = (before < mass[:, None]) & ~dropped
-    kept[:, 0] = True
+    """Min-p, then top-k, then top-p over what is left, as vLLM orders them. Each is a threshold on the logit.
+
+    The threshold is nearly always among the likeliest few, which are found without sorting the vocabulary.
+    """
+    vocab = logits.shape[1]
+    for count in (min(CANDIDATES, vocab), vocab):
+        ordered = logits.topk(count, dim=-1).values
+        kept = _kept(logits, ordered, top_k, top_p, min_p)
+        if not kept[:, -1].any():
+            break
     threshold = ordered.gather(1, kept.sum(-1, keepdim=True) - 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 
 
+def _kept(logits: Tensor, ordered: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which of the likeliest logits, `ordered` [s, c], are kept: bool [s, c], for each row a run from the first on."""
+    largest = ordered[:, :1]
+    floor = largest + min_p.log()[:, None]
+    rank = torch.arange(ordered.shape[1], device=logits.device)
+    allowed = (ordered >= floor) & ((rank < top_k[:, None]) | (top_k <= 0)[:, None])
+    weights = (ordered - largest).exp_().masked_fill_(allowed.logical_not(), 0)
+    everything = (logits - largest).exp_().masked_fill_(logits < floor, 0).sum(-1)
+    total = torch.where(top_k > 0, weights.sum(-1), everything)
+    mass = (top_p * total).masked_fill_(top_p >= 1, torch.inf)  # rounding may carry the sum past it too early
+    kept = (weights.cumsum(-1) - weights < mass[:, None]) & allowed
+    kept[:, 0] = True
+    return kept
+
+
 def draw(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """Gumbel-max: argmax over ids of logit + Gumbel noise, lowest id on ties. Returns int64 [s]."""
-    return (logits + gumbel(seeds, positions, logits.shape[1])).argmax(-1)
+    vocab = logits.shape[1]
+    rows = max(1, NOISE_BLOCK // vocab)
+    blocks = [slice(start, start + rows) for start in range(0, len(logits), rows)]
+    return torch.cat([gumbel(seeds[at], positions[at], vocab).add_(logits[at]).argmax(-1) for at in blocks])
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:

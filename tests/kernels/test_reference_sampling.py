@@ -72,6 +72,15 @@ def test_neighbouring_draws_are_independent(vary: str) -> None:
     assert ((pairs - expected) ** 2 / expected).sum().item() < 37.7  # 15 degrees of freedom, 0.1 %
 
 
+def test_draws_do_not_depend_on_how_rows_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
+    seeds, positions = torch.arange(9) * 31, torch.arange(9) % 3
+    expected = (logits + kernels.gumbel(seeds, positions, 40)).argmax(-1)
+    for block in (1, 80, 1000):
+        monkeypatch.setattr(kernels, "NOISE_BLOCK", block)
+        assert torch.equal(kernels.draw(logits, seeds, positions), expected)
+
+
 def test_draw_never_takes_an_excluded_token() -> None:
     logits = torch.full((500, 50), -torch.inf)
     logits[:, 17] = -1e4
@@ -94,7 +103,10 @@ def naive_kept(logits: list[float], top_k: int, top_p: float, min_p: float) -> s
     return kept
 
 
-def test_filters_keep_what_the_naive_version_keeps() -> None:
+@pytest.mark.parametrize("candidates", [1024, 16])
+def test_filters_keep_what_the_naive_version_keeps(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 16 candidates of 200, some rows find their threshold among them and some need the whole vocabulary."""
+    monkeypatch.setattr(kernels, "CANDIDATES", candidates)
     generator = torch.Generator().manual_seed(1)
     cases = [(k, p, m) for k in (0, 1, 3, 40, 500) for p in (1.0, 0.95, 0.3, 0.001) for m in (0.0, 0.02, 0.5, 1.0)]
     logits = torch.randn(len(cases), 200, generator=generator) * 2
