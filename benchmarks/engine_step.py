@@ -61,7 +61,7 @@ def measure(rows: int, steps: int, cache: str) -> dict[str, float]:
         info = EngineInfo(
             name="benchmark", model="", model_path="", dtype="", device="", tp=1, kv_cache=cache, page_size=16,
             kv_blocks=blocks, max_model_len=131072, max_batch_tokens=8192, max_seqs=rows, vocab=128256, seed=0,
-            load_format="dummy", startup_s=0.0,
+            load_format="dummy", max_request_tokens=131072, startup_s=0.0,
         )  # fmt: skip
         engine = Engine(info, front_ends, InstantWorkers(), scheduler, stats, death_pipe=-1)  # type: ignore[arg-type]
         front_end.send(encode(Hello(version=PROTOCOL_VERSION, front_end="benchmark")))

@@ -11,21 +11,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from corellm.engine.text_engine import Completion, Delta, TokenLogprob
     from corellm.engine_node import EngineNode
     from corellm.errors import CoreLLMError
     from corellm.sampling_params import SamplingParams
+    from corellm.text_engine import Completion, Delta, TokenLogprob
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "CoreLLMError", "Delta", "EngineNode", "SamplingParams", "TokenLogprob", "__version__"]
 
 _HOMES = {
-    "Completion": "corellm.engine.text_engine",
+    "Completion": "corellm.text_engine",
     "CoreLLMError": "corellm.errors",
-    "Delta": "corellm.engine.text_engine",
+    "Delta": "corellm.text_engine",
     "EngineNode": "corellm.engine_node",
     "SamplingParams": "corellm.sampling_params",
-    "TokenLogprob": "corellm.engine.text_engine",
+    "TokenLogprob": "corellm.text_engine",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from corellm.errors import OptionError
@@ -65,10 +65,6 @@ class EngineOptions:
             if spec.name not in values and text:
                 values[spec.name] = _parse(spec.name, text, _kind(spec))
         return cls(**values)
-
-    def with_defaults(self, **resolved: Any) -> EngineOptions:
-        """A copy in which every option that is still None takes the value in `resolved`."""
-        return replace(self, **{name: value for name, value in resolved.items() if getattr(self, name) is None})
 
 
 def env_name(option: str) -> str:

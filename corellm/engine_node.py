@@ -11,9 +11,10 @@ code and, in its `a…` form, from any asyncio loop. Any number of threads may s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -23,7 +24,8 @@ from corellm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from corellm.comms.messages import EngineInfo, Progress, Stats
-    from corellm.engine.text_engine import Completion, Delta, TextEngine
+    from corellm.found_model import FoundModel
+    from corellm.text_engine import Completion, Delta, TextEngine
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Sequence[SamplingParams]
@@ -44,43 +46,33 @@ class EngineNode:
     ) -> None:
         self._options = EngineOptions.from_env(model=model, **options)
         self._on_progress = on_progress or (lambda _: None)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._engine: TextEngine | None = None
+        self._lock = threading.Lock()
+        self._life: _Life | None = None
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Start the engine and wait until it is ready."""
-        if self._thread is not None:
-            return self
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="corellm-engine-node", daemon=True)
-        self._thread.start()
+        from corellm.found_model import find  # tokenizers, zmq: not before they are needed
+
+        if self._life is None:
+            model = find(self._options, self._on_progress)
+            with self._lock:
+                if self._life is None:
+                    self._life = _Life(model, self._on_progress)
         try:
-            self._engine = self._run(self._start())
+            self._life.engine.result()
         except BaseException:
             self.close()
             raise
         return self
 
-    async def _start(self) -> TextEngine:
-        from corellm.engine.text_engine import TextEngine  # zmq, tokenizers: not before they are needed
-
-        return await TextEngine.start(self._options, self._on_progress)
-
     def close(self) -> None:
         """Stop the engine. Idempotent; open requests raise `EngineDeadError`."""
-        engine, self._engine = self._engine, None
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
-            return
-        if engine is not None:
-            asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-        self._loop = self._thread = None
+        with self._lock:
+            life, self._life = self._life, None
+        if life is not None:
+            life.end()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -133,7 +125,7 @@ class EngineNode:
             while (delta := self._run(_next(deltas))) is not None:
                 yield delta
         finally:
-            if self._engine is not None:
+            with contextlib.suppress(EngineDeadError):
                 self._run(deltas.aclose())
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
@@ -143,7 +135,7 @@ class EngineNode:
             while (delta := await self._await(_next(deltas))) is not None:
                 yield delta
         finally:
-            if self._engine is not None:
+            with contextlib.suppress(EngineDeadError):
                 await self._await(deltas.aclose())
 
     def abort(self) -> None:
@@ -189,15 +181,17 @@ class EngineNode:
         return [task.result() for task in tasks]
 
     def _running(self) -> TextEngine:
-        if self._engine is None:
-            raise EngineDeadError("the engine is not running; use `with EngineNode(…) as engine:` or call start()")
-        return self._engine
+        life = self._life
+        if life is None or not life.engine.done():
+            raise EngineDeadError(_NOT_RUNNING)
+        return life.engine.result()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop is None:
-            work.close()
-            raise EngineDeadError("the engine is not running; use `with EngineNode(…) as engine:` or call start()")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:  # so that a life that ends knows of every call made in it
+            if self._life is not None:
+                return self._life.submit(work)
+        work.close()
+        raise EngineDeadError(_NOT_RUNNING)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._submit(work)
@@ -205,6 +199,8 @@ class EngineNode:
             return future.result()
         except BaseExceptionGroup as error:
             raise _single(error) from None
+        except CancelledError:
+            raise EngineDeadError(_NOT_RUNNING) from None
         finally:
             future.cancel()  # nothing once it is done; on Ctrl-C, the request must not run on unseen
 
@@ -213,6 +209,54 @@ class EngineNode:
             return await asyncio.wrap_future(self._submit(work))
         except BaseExceptionGroup as error:
             raise _single(error) from None
+
+
+class _Life:
+    """One engine from start to end, on an event loop in a thread of its own. `engine` resolves when it is ready."""
+
+    def __init__(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
+        self.engine: Future[TextEngine] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(model, report), name="corellm-engine-node", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def end(self) -> None:
+        """Stop the engine and wait until it is gone, also while it still starts."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live(model, report))
+
+    async def _live(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
+        from corellm.text_engine import TextEngine
+
+        stopping = asyncio.create_task(self._stop.wait())
+        starting = asyncio.create_task(TextEngine.start(model, report))
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+        try:
+            engine = await starting
+        except BaseException as error:  # noqa: BLE001  whoever waits for the engine gets it
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self.engine.set_exception(EngineDeadError("the engine was closed while it started") if cancelled else error)
+            await stopping
+            return
+        self.engine.set_result(engine)
+        await stopping
+        await engine.close()  # whoever waits for a request learns that it is over
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls, timeout=1.0)
+
+
+_NOT_RUNNING = "the engine is not running; use `with EngineNode(…) as engine:` or call start()"
 
 
 async def _next(deltas: AsyncIterator[Delta]) -> Delta | None:

@@ -124,6 +124,7 @@ def _concrete(root: type[CoreLLMError]) -> dict[str, type[CoreLLMError]]:
     return found
 
 
-def from_code(code: str, message: str) -> CoreLLMError:
-    """Rebuild an error that crossed a process boundary as (code, message)."""
-    return _concrete(CoreLLMError).get(code, CoreLLMError)(message)
+def from_code(code: str, message: str, param: str | None = None) -> CoreLLMError:
+    """Rebuild an error that crossed a process boundary as (code, message, param)."""
+    kind = _concrete(CoreLLMError).get(code, CoreLLMError)
+    return kind(message, param) if issubclass(kind, InvalidRequestError) else kind(message)

@@ -6,19 +6,23 @@ only the parent holds reads as closed. A parent holds a pidfd of each child, whi
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import logging
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _PR_SET_PDEATHSIG = 1
 _DEATH_FD = "CORELLM_DEATH_FD"
 _PARENT = "CORELLM_PARENT_PID"
+KILL_S = 5.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -44,16 +48,13 @@ class Child:
             return f"was killed by {signal.Signals(-code).name}"
         return f"exited with code {code}"
 
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def wait(self, deadline_s: float) -> bool:
-        """Wait for its exit; False when the deadline passes first."""
-        ready, _, _ = select.select([self.pidfd], [], [], max(deadline_s, 0.0))
-        if ready:
-            self.process.wait()
-        return bool(ready)
+    def wait(self, seconds: float) -> bool:
+        """Wait for its exit, and reap it; False when the time passes first."""
+        try:
+            self.process.wait(max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def hang_up(self) -> None:
         """Close the death pipe: a child that heeds it leaves."""
@@ -61,13 +62,37 @@ class Child:
             os.close(self._pipe)
             self._pipe = None
 
-    def stop(self, deadline_s: float) -> None:
-        """Hang up, wait, then kill. The child is gone and reaped when this returns."""
+    def forget(self) -> None:
+        """Close what we hold of it. Idempotent."""
         self.hang_up()
-        if not self.wait(deadline_s):
-            self.signal(signal.SIGKILL)
-            self.process.wait()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def stop_all(children: Sequence[Child], patience_s: float) -> None:
+    """Hang up on all, give them one deadline together, then kill what is left. They are gone and reaped afterwards,
+    but for one that the kernel itself cannot end (stuck in a driver), which is left to it. Idempotent."""
+    for child in children:
+        child.hang_up()
+    deadline = time.monotonic() + patience_s
+    left = [child for child in children if not child.wait(deadline - time.monotonic())]
+    for child in left:
+        child.process.kill()
+    deadline = time.monotonic() + KILL_S
+    for child in left:
+        if not child.wait(deadline - time.monotonic()):
+            log.error("%s (pid %d) does not die of SIGKILL", child.name, child.pid)
+    for child in children:
+        child.forget()
+
+
+def is_readable(descriptor: int, seconds: float = 0.0) -> bool:
+    """Whether a descriptor becomes readable, or its other end closed, within `seconds`. Any number will do, unlike
+    with `select.select`, which fails from 1024 on: a host program may hold that many files."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def spawn(name: str, module: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> Child:

@@ -85,12 +85,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     seed: int
     load_format: str
+    max_request_tokens: int  # prompt + output of the longest request that fits
     startup_s: float
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Prompt + output tokens of the longest request that fits: the last token's KV is never stored."""
-        return min(self.max_model_len, self.kv_blocks * self.page_size + 1)
 
 
 # ---- front end -> engine ------------------------------------------------------------------------------------------
@@ -110,9 +106,11 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Front end to engine: end these requests now. Unknown and finished tags are ignored."""
+    """Front end to engine: end these requests now. Unknown and finished tags are ignored. `satisfied`: the front end
+    has what it wanted (a stop string came), so they end as "stop" and not as "abort"."""
 
     tags: I64
+    satisfied: bool = False
 
 
 class Ping(Message, frozen=True, kw_only=True):
@@ -174,6 +172,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_id: int = NO_TOKEN  # the stop id that ended it; it is the last token sent
     code: str = ""
     message: str = ""
+    param: str = ""  # the field that an error is about
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -232,7 +231,8 @@ class Stats(Message, frozen=True, kw_only=True):
     kv: KVStats
     prompt_tokens: int  # computed, the cached ones not counted
     output_tokens: int
-    finished: int
+    finished: int  # with "stop" or "length"
+    aborted: int
     failed: int
     preemptions: int
     last_prefill_tokens: int  # of the last step
@@ -300,7 +300,6 @@ class WeightsLoaded(Message, frozen=True, kw_only=True):
     rank: int
     block_budget: int
     device_name: str
-    dtype: str
 
 
 class WorkerReady(Message, frozen=True, kw_only=True):

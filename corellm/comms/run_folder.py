@@ -15,11 +15,14 @@ import secrets
 import shutil
 import stat
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from corellm.errors import RunFolderError
 
+_LOCK_S = 1.0
+_YOUNG_S = 60.0
 _LONGEST_SOCKET = 107  # bytes of sun_path on Linux, without the final zero
 
 
@@ -62,13 +65,16 @@ class RunFolder:
         return self._address("heartbeats")
 
     def _address(self, name: str) -> str:
-        path = os.fsencode(self.path / name)
-        if len(path) > _LONGEST_SOCKET:
+        return f"ipc://{self.path / name}"
+
+    def check_length(self) -> None:
+        """Raise `RunFolderError` if a socket's path would be longer than the kernel takes."""
+        longest = max(len(os.fsencode(address)) - len("ipc://") for address in (self.heartbeats, self.worker(999)))
+        if longest > _LONGEST_SOCKET:
             raise RunFolderError(
-                f"the socket path {os.fsdecode(path)} has {len(path)} bytes, at most {_LONGEST_SOCKET} are allowed; "
+                f"sockets in {self.path} would have paths of {longest} bytes, at most {_LONGEST_SOCKET} are allowed; "
                 "set XDG_RUNTIME_DIR to a shorter folder"
             )
-        return f"ipc://{os.fsdecode(path)}"
 
     def write_last_words(self, code: str, message: str) -> None:
         """What an engine says when it leaves, for a front end that it could not tell any more."""
@@ -86,21 +92,30 @@ class RunFolder:
     def lock(self) -> int:
         """Hold the folder for as long as the returned descriptor is open. Raises `RunFolderError` if it is held."""
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise RunFolderError(f"run folder {self.path} is in use by another engine; start a new one") from None
-        return descriptor
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.02)  # whoever asks `is_alive` holds it for an instant
+                    continue
+                os.close(descriptor)
+                raise RunFolderError(f"run folder {self.path} is in use by another engine; start a new one") from None
+            return descriptor
 
     def is_alive(self) -> bool:
         """Whether an engine holds the lock."""
         try:
-            os.close(self.lock())
-        except RunFolderError:
-            return True
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
         return False
 
     def remove(self) -> None:
@@ -132,6 +147,7 @@ def create() -> RunFolder:
     parent = root()
     _sweep(parent)
     folder = RunFolder(parent / secrets.token_hex(6))
+    folder.check_length()
     folder.path.mkdir(mode=0o700)
     return folder
 
@@ -139,7 +155,7 @@ def create() -> RunFolder:
 def _sweep(parent: Path) -> None:
     for path in parent.iterdir():
         folder = RunFolder(path)
-        # A folder without a lock may be one that its engine is about to take.
         with contextlib.suppress(OSError):
-            if (path / "lock").exists() and not folder.is_alive():
+            # A young folder may be one whose engine has not come to lock it yet.
+            if time.time() - path.stat().st_mtime > _YOUNG_S and not folder.is_alive():
                 folder.remove()

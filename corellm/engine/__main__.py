@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
+import traceback
 from pathlib import Path
 
 from corellm.comms.children import enter_child
@@ -24,10 +24,15 @@ log = logging.getLogger("corellm.engine")
 def main() -> int:
     death_pipe = enter_child()
     folder = RunFolder(Path(sys.argv[1]))
-    folder.lock()
     launch = read_launch(folder)
     logging.basicConfig(level=launch.options.log_level.upper(), format="%(levelname)s engine: %(message)s")
-    with contextlib.closing(FrontEnds(folder)) as front_ends:
+    try:
+        folder.lock()
+        front_ends = FrontEnds(folder)
+    except CoreLLMError as error:
+        folder.write_last_words(error.code, error.message)
+        return 1
+    with contextlib.closing(front_ends):
         return _serve(folder, launch, front_ends, death_pipe)
 
 
@@ -46,8 +51,8 @@ def _serve(folder: RunFolder, launch: Launch, front_ends: FrontEnds, death_pipe:
         log.info("%s", error.message)
         farewell = failure(code=error.code, message=error.message)
         return 1
-    except Exception as error:  # the front ends must learn of any end, whatever it was
-        log.exception("the engine failed")
+    except Exception as error:  # noqa: BLE001  the front ends must learn of any end, whatever it was
+        log.debug("%s", traceback.format_exc())
         farewell = failure(code=CoreLLMError.code, message=f"the engine failed: {type(error).__name__}: {error}")
         return 1
     else:
@@ -57,8 +62,6 @@ def _serve(folder: RunFolder, launch: Launch, front_ends: FrontEnds, death_pipe:
         front_ends.broadcast(farewell)
         if startup is not None:
             startup.workers.stop()
-        if os.getppid() == 1 or not folder.path.exists():
-            folder.remove()
 
 
 if __name__ == "__main__":

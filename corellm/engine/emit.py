@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from corellm.comms.codec import f32, i32, i64
-from corellm.comms.messages import NO_TOKEN, Finish, Logprobs, StepEvents
+from corellm.comms.messages import NO_TOKEN, Finish, Logprobs, Request, StepEvents
 from corellm.engine.scheduler import Outcome
 from corellm.engine.sequence import Sequence
+from corellm.errors import CoreLLMError
 
 
 def step_events(outcome: Outcome) -> Iterator[tuple[bytes, StepEvents]]:
@@ -35,6 +36,18 @@ def step_events(outcome: Outcome) -> Iterator[tuple[bytes, StepEvents]]:
 def only_finished(finished: list[Finish]) -> StepEvents:
     """Terminal events that no step brought: refusals and aborts."""
     return StepEvents(step=0, tags=i64([]), tokens=i32([]), indices=i32([]), finished=finished)
+
+
+def refusal(request: Request, error: CoreLLMError) -> Finish:
+    """The terminal event of a request that is not let in."""
+    return Finish(
+        tag=request.tag,
+        reason="error",
+        code=error.code,
+        message=error.message,
+        param=getattr(error, "param", None) or "",
+        prompt_tokens=len(request.prompt),
+    )
 
 
 def finish_message(sequence: Sequence) -> Finish:

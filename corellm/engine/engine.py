@@ -11,12 +11,12 @@ At most two steps are in flight: one that runs and one that waits behind it, so 
 from __future__ import annotations
 
 import itertools
-import select
 import signal
 import time
 
 import zmq
 
+from corellm.comms.children import is_readable
 from corellm.comms.messages import (
     Abort,
     ClientMessage,
@@ -30,7 +30,7 @@ from corellm.comms.messages import (
     StepEvents,
     Submit,
 )
-from corellm.engine.emit import finish_message, only_finished, step_events
+from corellm.engine.emit import finish_message, only_finished, refusal, step_events
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.scheduler import Scheduler
 from corellm.engine.sequence import End, Sequence
@@ -93,7 +93,7 @@ class Engine:
         self._workers.check()
         for client in self._front_ends.silent():
             self._drop(client)
-        self._stats.publish(self._scheduler, draining=self._drain_until is not None)
+        self._stats.publish(self._scheduler)
 
     # ---- front ends -----------------------------------------------------------------------------------------------
 
@@ -102,12 +102,13 @@ class Engine:
             case Hello():
                 self._front_ends.send(client, Ready(info=self._info))
             case Submit():
-                refused = [end for request in message.requests if (end := self._add(client, request)) is not None]
+                refused = [no for request in message.requests if (no := self._add(client, request)) is not None]
                 if refused:
                     self._send(client, only_finished(refused))
             case Abort():
-                ended = [self._open.pop((client, tag), None) for tag in message.tags.tolist()]
-                self._abort([sequence for sequence in ended if sequence is not None])
+                end = End("stop" if message.satisfied else "abort")
+                for tag in message.tags.tolist():
+                    self._end(client, tag, end)
             case QueryStats():
                 self._front_ends.send(client, self._stats.snapshot(self._scheduler))
             case Goodbye():
@@ -117,25 +118,23 @@ class Engine:
 
     def _add(self, client: bytes, request: Request) -> Finish | None:
         """Queue a request, or the terminal event that refuses it."""
-        sequence = Sequence(next(self._ids), client, request, time.monotonic())
         key = (client, request.tag)
         try:
             if key in self._open:
                 raise ProtocolError(f"request number {request.tag} is open already on this connection")
             if self._drain_until is not None:
                 raise EngineDeadError("the engine is stopping and takes no new requests")
+            sequence = Sequence(next(self._ids), client, request, time.monotonic())
             self._scheduler.add(sequence)
         except CoreLLMError as error:
-            sequence.end = End("error", code=error.code, message=error.message)
-            sequence.ended_at = sequence.arrived_at
-            return finish_message(sequence)
+            return refusal(request, error)
         self._open[key] = sequence
         return None
 
-    def _abort(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if self._scheduler.release(sequence, End("abort")):
-                self._send(sequence.client, only_finished([finish_message(sequence)]))
+    def _end(self, client: bytes, tag: int, end: End) -> None:
+        sequence = self._open.pop((client, tag), None)
+        if sequence is not None and self._scheduler.release(sequence, end):
+            self._send(client, only_finished([finish_message(sequence)]))
 
     def _send(self, client: bytes, events: StepEvents) -> None:
         if not self._front_ends.send(client, events):
@@ -153,10 +152,11 @@ class Engine:
 
     def _should_stop(self) -> bool:
         """The first signal drains, the second stops, a dead parent stops at once."""
-        if select.select([self._death_pipe], [], [], 0)[0]:
+        if is_readable(self._death_pipe):
             return True
         if self._signals and self._drain_until is None:
             self._drain_until = time.monotonic() + DRAIN_S
+            self._stats.state = "draining"
         if self._drain_until is None:
             return False
         return self._signals > 1 or not self._open or time.monotonic() > self._drain_until

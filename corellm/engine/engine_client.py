@@ -9,19 +9,18 @@ import asyncio
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq.asyncio
 
 from corellm.comms import run_folder, sockets
-from corellm.comms.children import Child, spawn
+from corellm.comms.children import Child, spawn, stop_all
 from corellm.comms.codec import Decoder, encode, i32, i64
 from corellm.comms.messages import (
+    I32,
     PROTOCOL_VERSION,
     Abort,
     ClientMessage,
@@ -46,16 +45,19 @@ from corellm.comms.messages import (
 )
 from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Launch, write_launch
+from corellm.comms.silence import Silence
 from corellm.errors import (
     CoreLLMError,
     EngineDeadError,
     EngineTimeoutError,
+    InvalidRequestError,
     ProtocolError,
     RequestAbortedError,
     from_code,
 )
 
-PING_S = 2.0
+PING_S = 1.0
+STARTING_SILENCE_S = 60.0  # reading the headers of a large checkpoint from a slow disk takes its time
 SILENCE_S = 15.0  # the engine publishes stats several times a second; none for this long: it is stopped or hung
 STOP_S = 15.0
 
@@ -79,7 +81,6 @@ class TokenStream:
         self._received = 0
         self._error: CoreLLMError | None = None
         self._wake: asyncio.Future[None] | None = None
-        self._ending = False
 
     def push(self, token: int, index: int) -> None:
         if index != self._received:
@@ -94,8 +95,8 @@ class TokenStream:
 
     def finish(self, finish: Finish) -> None:
         if finish.reason == "error":
-            self.fail(from_code(finish.code, finish.message))
-        elif finish.reason == "abort" and not self._ending:
+            self.fail(from_code(finish.code, finish.message, finish.param or None))
+        elif finish.reason == "abort":
             self.fail(RequestAbortedError("the request was aborted"))
         else:
             self._batch.finish = finish
@@ -111,8 +112,7 @@ class TokenStream:
 
     async def end(self) -> Finish:
         """Stop here on our own account, and return the request's terminal event; tokens on their way are dropped."""
-        self._ending = True
-        self._client.ask_to_abort(self)
+        self._client.ask_to_end(self, satisfied=True)
         async for batch in self._batches():
             if batch.finish is not None:
                 return batch.finish
@@ -148,7 +148,6 @@ class EngineClient:
     """
 
     def __init__(self, folder: RunFolder, engine: Child | None) -> None:
-        self.info: EngineInfo | None = None
         self.latest_stats: Stats | None = None
         self._folder, self._engine = folder, engine
         self._context = zmq.asyncio.Context()
@@ -158,7 +157,7 @@ class EngineClient:
         self._tags = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._dead: CoreLLMError | None = None
-        self._heard = time.monotonic()
+        self._silence = Silence()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._report: Callable[[Progress], None] = lambda _: None
         self._stats_waiters: list[asyncio.Future[Stats]] = []
@@ -177,7 +176,7 @@ class EngineClient:
             client = cls(folder, engine)
         except BaseException:
             if engine is not None:
-                engine.stop(STOP_S)
+                stop_all([engine], STOP_S)
             folder.remove()
             raise
         asyncio.get_running_loop().add_reader(engine.pidfd, client._on_engine_exit)
@@ -195,15 +194,17 @@ class EngineClient:
         self._report = report
         try:
             self._post(Hello(version=PROTOCOL_VERSION, front_end=f"pid {os.getpid()}"))
-            self._tasks = [
-                asyncio.create_task(self._read(), name="engine-client-read"),
-                asyncio.create_task(self._read_stats(), name="engine-client-stats"),
-                asyncio.create_task(self._keep_alive(), name="engine-client-ping"),
-            ]
-            self.info = await self._ready
+            self._tasks = [asyncio.create_task(work()) for work in (self._read, self._read_stats, self._keep_alive)]
+            for task in self._tasks:
+                task.add_done_callback(self._on_task_end)
+            await self.ready()
         except BaseException:
             await self.close()
             raise
+
+    async def ready(self) -> EngineInfo:
+        """What the engine is, once it is ready. Raises what kept it from becoming so."""
+        return await asyncio.shield(self._ready)
 
     async def close(self) -> None:
         """End the connection and, if we launched it, the engine. Open streams raise `EngineDeadError`."""
@@ -214,7 +215,7 @@ class EngineClient:
         self._post(Goodbye())
         if self._engine is not None:
             asyncio.get_running_loop().remove_reader(self._engine.pidfd)
-            await asyncio.to_thread(self._engine.stop, STOP_S)
+            await asyncio.to_thread(stop_all, [self._engine], STOP_S)
             self._engine = None
             self._folder.remove()
         self._socket.close(linger=0)
@@ -226,25 +227,29 @@ class EngineClient:
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, priority: int = 0, cache_salt: str = ""
     ) -> TokenStream:
-        """Queue one prompt. Raises `EngineDeadError` when there is no engine any more."""
+        """Queue one prompt of token ids.
+
+        Raises `InvalidRequestError` for what is not one, `EngineDeadError` when there is no engine any more.
+        """
         if self._dead is not None:
             raise self._dead
         stream = TokenStream(self, next(self._tags))
         request = Request(
-            tag=stream.tag,
-            prompt=i32(np.asarray(prompt, dtype=np.int32)),
-            sampling=sampling,
-            priority=priority,
-            cache_salt=cache_salt,
+            tag=stream.tag, prompt=_token_ids(prompt), sampling=sampling, priority=priority, cache_salt=cache_salt
         )
+        try:
+            self._post(Submit(requests=[request]))
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "cache_salt holds half of a surrogate pair; send valid Unicode", "cache_salt"
+            ) from None
         self._streams[stream.tag] = stream
-        self._post(Submit(requests=[request]))
         return stream
 
     def abort(self, stream: TokenStream) -> None:
         """Give a request up; its stream raises `RequestAbortedError` to whoever still reads it."""
         if stream.tag in self._streams:
-            self.ask_to_abort(stream)
+            self.ask_to_end(stream, satisfied=False)
             del self._streams[stream.tag]
             stream.fail(RequestAbortedError("the request was aborted"))
 
@@ -252,10 +257,10 @@ class EngineClient:
         for stream in list(self._streams.values()):
             self.abort(stream)
 
-    def ask_to_abort(self, stream: TokenStream) -> None:
+    def ask_to_end(self, stream: TokenStream, *, satisfied: bool) -> None:
         """Tell the engine; the stream stays open for the terminal event."""
         if stream.tag in self._streams and self._dead is None:
-            self._post(Abort(tags=i64([stream.tag])))
+            self._post(Abort(tags=i64([stream.tag]), satisfied=satisfied))
 
     async def stats(self) -> Stats:
         """The engine's figures now."""
@@ -284,7 +289,7 @@ class EngineClient:
                 return
 
     def _on_message(self, message: EngineMessage) -> None:
-        self._heard = time.monotonic()
+        self._silence.heard()
         match message:
             case StepEvents():
                 self._on_events(message)
@@ -318,7 +323,7 @@ class EngineClient:
         decoder: Decoder[StatsMessage] = Decoder(StatsMessage)
         while True:
             frame = await self._stats_socket.recv()
-            self._heard = time.monotonic()
+            self._silence.heard()
             with contextlib.suppress(ProtocolError):
                 self.latest_stats = decoder.decode(frame)
 
@@ -326,11 +331,17 @@ class EngineClient:
         while self._dead is None:
             await asyncio.sleep(PING_S)
             self._post(Ping())
-            silent = time.monotonic() - self._heard
-            if self.info is not None and silent > SILENCE_S:
-                self._die(EngineTimeoutError(f"the engine has been silent for {silent:.0f} s; it is stopped or hung"))
+            starts = self._engine is not None and not self._ready.done()
+            limit = STARTING_SILENCE_S if starts else SILENCE_S
+            if self._silence.seconds() > limit:
+                self._die(EngineTimeoutError(f"the engine has been silent for {limit:.0f} s; it is stopped or hung"))
 
     # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A task of ours that fails, such as in a caller's `report`, must not leave others waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._die(EngineDeadError(f"the connection to the engine failed: {type(error).__name__}: {error}"))
 
     def _on_engine_exit(self) -> None:
         engine = self._engine
@@ -360,18 +371,18 @@ class EngineClient:
         self._stats_waiters.clear()
 
 
+def _token_ids(prompt: Sequence[int]) -> I32:
+    """Raises `InvalidRequestError` for anything but integers that fit 32 bits."""
+    found = np.asarray(prompt)
+    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+        raise InvalidRequestError("the prompt must be a list of integer token ids", "prompt")
+    if found.size and (found.min() < -(2**31) or found.max() >= 2**31):
+        raise InvalidRequestError(
+            "the prompt holds an id that does not fit 32 bits; send ids of the vocabulary", "prompt"
+        )
+    return i32(found)
+
+
 def _swallow(sent: asyncio.Future[Any]) -> None:
     if not sent.cancelled():
         sent.exception()  # a socket that closes under a send: the end is told by other ways
-
-
-def find_engines() -> list[tuple[RunFolder, EngineInfo]]:
-    """Running engines of this user that have registered as ready."""
-    found = []
-    for path in sorted(run_folder.root().iterdir()):
-        folder = RunFolder(path)
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            info = msgspec.json.decode(folder.registration.read_bytes(), type=EngineInfo)
-            if folder.is_alive():
-                found.append((folder, info))
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import zmq
@@ -19,8 +18,10 @@ from corellm.comms.messages import (
     Ping,
 )
 from corellm.comms.run_folder import RunFolder
+from corellm.comms.silence import Silence
 from corellm.errors import ProtocolError
 
+MESSAGES_A_TURN = 256  # so that busy front ends do not keep the loop from the workers
 SILENCE_S = 20.0  # a front end pings every few seconds; one that is silent for longer is gone
 
 
@@ -30,14 +31,16 @@ class FrontEnds:
     def __init__(self, folder: RunFolder) -> None:
         self._socket = sockets.router(zmq.Context.instance(), folder.requests)
         self._messages: Decoder[ClientMessage] = Decoder(ClientMessage)
-        self._heard: dict[bytes, float] = {}
+        self._silences: dict[bytes, Silence] = {}
 
     def watch(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
 
     def receive(self) -> Iterator[tuple[bytes, ClientMessage]]:
-        """Drain what came in. `Goodbye` is also what a front end says that broke the protocol."""
-        while self._socket.poll(0):
+        """What came in, up to a bound. `Goodbye` is also what a front end says that broke the protocol."""
+        for _ in range(MESSAGES_A_TURN):
+            if not self._socket.poll(0):
+                return
             client, *frames = self._socket.recv_multipart()
             try:
                 if len(frames) != 1:
@@ -45,22 +48,22 @@ class FrontEnds:
                 message = self._messages.decode(frames[0])
                 if isinstance(message, Hello):
                     self._greet(client, message)
-                elif client not in self._heard:
+                elif client not in self._silences:
                     raise ProtocolError("this connection was dropped or never opened; connect again")
             except ProtocolError as error:
                 self.refuse(client, error.message)
                 message = Goodbye()
             if isinstance(message, Goodbye):
-                self._heard.pop(client, None)
+                self._silences.pop(client, None)
             else:
-                self._heard[client] = time.monotonic()
+                self._silences.setdefault(client, Silence()).heard()
             if not isinstance(message, Ping):
                 yield client, message
 
     def refuse(self, client: bytes, reason: str) -> None:
         """Answer a message that breaks the protocol; the connection is dropped."""
         self.send(client, Dying(code=ProtocolError.code, message=reason))
-        self._heard.pop(client, None)
+        self._silences.pop(client, None)
 
     def _greet(self, client: bytes, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -76,20 +79,19 @@ class FrontEnds:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._heard.pop(client, None)
+            self._silences.pop(client, None)
             return False
         return True
 
     def broadcast(self, message: EngineMessage) -> None:
-        for client in list(self._heard):
+        for client in list(self._silences):
             self.send(client, message)
 
     def silent(self) -> list[bytes]:
         """Forget the front ends that have not been heard for too long, and name them."""
-        limit = time.monotonic() - SILENCE_S
-        gone = [client for client, heard in self._heard.items() if heard < limit]
+        gone = [client for client, silence in self._silences.items() if silence.seconds() > SILENCE_S]
         for client in gone:
-            del self._heard[client]
+            del self._silences[client]
         return gone
 
     def close(self) -> None:

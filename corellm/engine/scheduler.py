@@ -20,16 +20,18 @@ the same step, may attend to them: workers run steps in order and write a layer'
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corellm.comms.codec import i32
-from corellm.comms.messages import SlotOpen, StepPlan, StepResult, TopLogprobs
+from corellm.comms.messages import Sampling, SlotOpen, StepPlan, StepResult, TopLogprobs
 from corellm.engine.kv_cache.allocator import KVCacheAllocator
 from corellm.engine.sequence import End, Sequence, State, by_order
 from corellm.errors import InvalidRequestError, NumericalError, PromptTooLongError, ProtocolError
+from corellm.sampling_params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class Counters:
 
     prompt_tokens: int = 0  # computed, the cached ones not counted
     output_tokens: int = 0
-    finished: int = 0
+    finished: int = 0  # with "stop" or "length"
+    aborted: int = 0
     failed: int = 0
     preemptions: int = 0
     last_prefill_tokens: int = 0
@@ -105,10 +108,17 @@ class Scheduler:
         self._closed_slots: list[int] = []  # to be told to the workers with the next plan
         self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, its sampling rows
         self._retiring: deque[Sequence] = deque()  # released or preempted, before their fence
+        self._changes = 0  # counts what may let a sequence in that did not fit before
+        self._blocked: tuple[int, int] | None = None  # the head of the queue, and the count when it did not fit
         self._next_step = 1
         self._collected = 0
 
     # ---- requests in and out --------------------------------------------------------------------------------------
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt + output of the longest request that fits: the last token's KV is never stored."""
+        return min(self.limits.max_model_len, self.kv.num_blocks * self.kv.page_size + 1)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, or refuse it: `InvalidRequestError`, `PromptTooLongError` if it can never fit."""
@@ -119,9 +129,8 @@ class Scheduler:
         if low < 0 or high >= limits.vocab:
             worst = low if low < 0 else high
             raise InvalidRequestError(f"the prompt holds token id {worst}; ids are 0 to {limits.vocab - 1}", "prompt")
-        room = min(
-            limits.max_model_len, self.kv.num_blocks * self.kv.page_size + 1
-        )  # the last token's KV is not stored
+        _check_sampling(sequence.sampling, limits.vocab)
+        room = self.max_request_tokens
         if sequence.limit > room:
             where = "the context" if room == limits.max_model_len else "the KV cache"
             raise PromptTooLongError(
@@ -129,7 +138,7 @@ class Scheduler:
                 f"{where} holds {room}: shorten the prompt or lower max_tokens",
                 "prompt" if prompt >= room else "max_tokens",
             )
-        insort(self.waiting, sequence, key=by_order)
+        self._queue(sequence)
 
     def release(self, sequence: Sequence, end: End) -> bool:
         """The one way out, for every reason. Idempotent: False if the sequence has ended before."""
@@ -137,10 +146,10 @@ class Scheduler:
             return False
         state, sequence.state = sequence.state, State.FINISHED
         sequence.end, sequence.ended_at = end, self._clock()
-        if end.reason in ("stop", "length"):
-            self.counters.finished += 1
-        else:
-            self.counters.failed += 1
+        counters = self.counters
+        counters.finished += end.reason in ("stop", "length")
+        counters.aborted += end.reason == "abort"
+        counters.failed += end.reason == "error"
         if state is State.WAITING:
             self.waiting.remove(sequence)
         elif state is State.RUNNING:
@@ -200,10 +209,11 @@ class Scheduler:
         failed = frozenset(result.failed.tolist())
         now = self._clock()
         for row, (sequence, token) in enumerate(zip(rows, result.tokens.tolist(), strict=True)):
+            if row in failed:
+                self.kv.forget(sequence.id)  # also of one that has ended: its pages must not stay
             if sequence.state is State.FINISHED:
                 continue  # it ended after this row was planned: one wasted row
             if row in failed:
-                self.kv.forget(sequence.id)
                 self.release(sequence, End("error", code=NumericalError.code, message=_NAN))
                 outcome.ended.append(sequence)
                 continue
@@ -267,10 +277,13 @@ class Scheduler:
             if not self._free_slots:
                 self._make_room(sequence, blocks=0)
                 return
-            tokens = sequence.token_array()
+            if self._blocked == (sequence.id, self._changes):
+                return  # nothing has come back or been published since it last did not fit
+            tokens = sequence.known()
             allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt)
             if allocation is None:
                 self._make_room(sequence, blocks=-(-len(tokens) // self.kv.page_size))
+                self._blocked = (sequence.id, self._changes)
                 return
             del self.waiting[0]
             insort(self.running, sequence, key=by_order)
@@ -278,7 +291,6 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             sequence.scheduled = allocation.cached_tokens
             sequence.capacity = len(allocation.blocks) * self.kv.page_size
-            sequence.prefill = tokens
             if sequence.admitted_at is None:
                 sequence.admitted_at = self._clock()
                 sequence.cached_tokens = allocation.cached_tokens
@@ -296,9 +308,7 @@ class Scheduler:
 
     def _feed(self, sequence: Sequence, draft: _Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
-        tokens = sequence.prefill
-        if tokens is None:
-            raise ValueError(f"sequence {sequence.id} is not prefilling")
+        tokens = sequence.known()
         count = min(draft.budget, sequence.total - sequence.scheduled)
         draft.budget -= count
         sequence.scheduled += count
@@ -306,6 +316,7 @@ class Scheduler:
         draft.slots.append(sequence.slot)
         draft.counts.append(count)
         self.kv.publish(sequence.id, tokens[: sequence.scheduled])
+        self._changes += 1
         if sequence.scheduled < sequence.total:
             draft.samples.append(0)
             return
@@ -338,6 +349,14 @@ class Scheduler:
             slots += 1
             self._preempt(victim)
 
+    def _queue(self, sequence: Sequence) -> None:
+        """To the waiting, with everything known of it to be fed."""
+        sequence.state = State.WAITING
+        sequence.scheduled = sequence.capacity = 0
+        sequence.total = len(sequence.tokens)
+        sequence.prefill = sequence.token_array()
+        insort(self.waiting, sequence, key=by_order)
+
     # ---- giving back ----------------------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -361,12 +380,28 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         self._closed_slots.append(sequence.slot)
         sequence.slot = -1
+        self._changes += 1
         if sequence.state is State.PREEMPTED:
-            sequence.state = State.WAITING
-            sequence.scheduled = sequence.capacity = 0
-            sequence.total = len(sequence.tokens)
-            sequence.prefill = None
-            insort(self.waiting, sequence, key=by_order)
+            self._queue(sequence)
+
+
+def _check_sampling(sampling: Sampling, vocab: int) -> None:
+    """What a worker relies on. Front ends check with better words; this keeps a faulty one from hurting the others."""
+    ids = (*sampling.bias_ids, *sampling.stop_ids)
+    checks = (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
+        ("temperature", 0 <= sampling.temperature < math.inf, "0 or a positive number"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "a positive number"),
+        ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= min(MAX_LOGPROBS, vocab), "0 to 20"),
+        ("logit_bias", len(sampling.bias_ids) == len(sampling.bias_values), "one value for each id"),
+        ("logit_bias", all(0 <= token < vocab for token in ids), f"of token ids 0 to {vocab - 1}, as stop ids are"),
+    )
+    for name, is_right, allowed in checks:
+        if not is_right:
+            raise InvalidRequestError(f"{name} is out of range; it must be {allowed}", name)
 
 
 _NAN = "the model's logits hold NaN or infinity for this request; its KV blocks are discarded"

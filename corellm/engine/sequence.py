@@ -107,6 +107,12 @@ class Sequence:
     def is_prefilling(self) -> bool:
         return self.prefill is not None
 
+    def known(self) -> I32:
+        """The tokens to be fed. Raises `ValueError` once all of them are."""
+        if self.prefill is None:
+            raise ValueError(f"sequence {self.id} is not prefilling")
+        return self.prefill
+
     def token_array(self, stop: int | None = None) -> I32:
         """The known tokens, up to `stop`."""
         return i32(np.array(self.tokens[:stop], dtype=np.int32))

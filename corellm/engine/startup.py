@@ -22,6 +22,7 @@ from corellm.errors import EngineDeadError
 from corellm.models.llama.spec import LlamaSpec
 
 POLL_MS = 100
+ALIVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Startup:
         self._front_ends = front_ends
         self._death_pipe = death_pipe
         self._latest: dict[tuple[str, int], Progress] = {}  # of each stage and rank, for front ends that join late
+        self._last = Progress(stage="start workers")
         checkpoint = open_checkpoint(Path(launch.model_path), launch.options.load_format)
         self._spec: LlamaSpec = checkpoint.spec
         self._settings: Settings = resolve(launch, checkpoint)
@@ -54,10 +56,14 @@ class Startup:
         self.workers.watch(poller)
         poller.register(self._death_pipe, zmq.POLLIN)
         scheduler = None
+        alive = time.monotonic() + ALIVE_S
         while not self.workers.is_ready:
             if self._death_pipe in dict(poller.poll(POLL_MS)):
                 raise EngineDeadError("the front end that started this engine is gone")
             self._greet()
+            if time.monotonic() > alive:
+                self._front_ends.broadcast(self._last)  # a sign of life while a stage takes long
+                alive = time.monotonic() + ALIVE_S
             for _ in self.workers.receive(self._report):
                 raise EngineDeadError("a worker answered a step before any was planned")
             self.workers.check()
@@ -79,7 +85,7 @@ class Startup:
                 self._front_ends.refuse(client, "the engine is still starting; wait for it to be ready")
 
     def _report(self, progress: Progress) -> None:
-        self._latest[(progress.stage, progress.rank)] = progress
+        self._last = self._latest[(progress.stage, progress.rank)] = progress
         self._front_ends.broadcast(progress)
 
     def _allocate(self) -> Scheduler:
@@ -90,17 +96,23 @@ class Startup:
         return Scheduler(limits, make_allocator(settings.kv_cache, blocks, settings.page_size), time.monotonic)
 
     def _describe(self, scheduler: Scheduler) -> EngineInfo:
-        shared = {
-            name: getattr(self._settings, name)
-            for name in EngineInfo.__struct_fields__
-            if hasattr(self._settings, name)
-        }
+        settings = self._settings
         return EngineInfo(
-            **{
-                **shared,
-                "device": self.workers.device_name,
-                "kv_blocks": scheduler.kv.num_blocks,
-                "vocab": self._spec.vocab,
-                "startup_s": time.monotonic() - self._began,
-            }
+            name=settings.name,
+            model=settings.model,
+            model_path=settings.model_path,
+            dtype=settings.dtype,
+            device=self.workers.device_name,
+            tp=settings.tp,
+            kv_cache=settings.kv_cache,
+            page_size=settings.page_size,
+            kv_blocks=scheduler.kv.num_blocks,
+            max_model_len=settings.max_model_len,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_seqs=settings.max_seqs,
+            vocab=self._spec.vocab,
+            seed=settings.seed,
+            load_format=settings.load_format,
+            max_request_tokens=scheduler.max_request_tokens,
+            startup_s=time.monotonic() - self._began,
         )

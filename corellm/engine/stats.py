@@ -23,25 +23,26 @@ class StatsPublisher:
         self._socket = sockets.publisher(zmq.Context.instance(), folder.stats)
         self._model = model
         self._started = time.monotonic()
+        self.state = "ready"  # or draining
         self._sequence = 0
         self._due = 0.0
 
-    def publish(self, scheduler: Scheduler, *, draining: bool) -> None:
+    def publish(self, scheduler: Scheduler) -> None:
         """Send a snapshot if one is due."""
         now = time.monotonic()
         if now < self._due:
             return
         self._due = now + INTERVAL_S
         self._sequence += 1
-        self._socket.send(encode(self.snapshot(scheduler, draining=draining)), zmq.DONTWAIT)
+        self._socket.send(encode(self.snapshot(scheduler)), zmq.DONTWAIT)
 
-    def snapshot(self, scheduler: Scheduler, *, draining: bool = False) -> Stats:
+    def snapshot(self, scheduler: Scheduler) -> Stats:
         counters = scheduler.counters
         return Stats(
             version=STATS_VERSION,
             sequence=self._sequence,
             uptime_s=time.monotonic() - self._started,
-            state="draining" if draining else "ready",
+            state=self.state,
             model=self._model,
             steps=scheduler.steps,
             running=len(scheduler.running),
@@ -50,6 +51,7 @@ class StatsPublisher:
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
             finished=counters.finished,
+            aborted=counters.aborted,
             failed=counters.failed,
             preemptions=counters.preemptions,
             last_prefill_tokens=counters.last_prefill_tokens,

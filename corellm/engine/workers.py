@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 
 import zmq
 
 from corellm.comms import sockets
-from corellm.comms.children import Child, spawn
+from corellm.comms.children import Child, spawn, stop_all
 from corellm.comms.codec import Decoder, encode
 from corellm.comms.messages import (
     AllocateKV,
@@ -24,12 +25,15 @@ from corellm.comms.messages import (
 )
 from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Settings
+from corellm.comms.silence import Silence
 from corellm.errors import EngineDeadError, ProtocolError, StartupError, from_code
 
 SILENCE_S = 8.0  # without a heartbeat, once ready: the process is stopped or starved
 STARTING_SILENCE_S = 120.0  # importing and compiling may hold the interpreter for long
 STEP_S = 300.0  # one step: hung, whatever the heartbeat says
-STOP_S = 3.0
+LEAVE_S = 1.0  # to end in order, when asked to
+STOP_S = 2.0  # and when hung up on
+REPORTS_A_TURN = 64  # of one worker: a flood of progress must not hold the loop
 
 
 class Workers:
@@ -47,7 +51,7 @@ class Workers:
         for rank in range(self.tp):
             arguments = [str(folder.path), str(rank)]
             self._children.append(spawn(f"worker {rank}", "corellm.worker", arguments, _environment(settings)))
-        self._heard = [time.monotonic()] * self.tp
+        self._silences = [Silence() for _ in self._children]
 
     @property
     def is_ready(self) -> bool:
@@ -98,11 +102,13 @@ class Workers:
         while self._heartbeats.poll(0):
             beat = self._decode(self._heartbeats)
             if isinstance(beat, Heartbeat):
-                self._heard[beat.rank] = time.monotonic()
+                self._silences[beat.rank].heard()
                 if beat.busy_s > STEP_S:
                     raise EngineDeadError(f"worker {beat.rank} hangs: step {beat.step} runs for {beat.busy_s:.0f} s")
         for socket in self._sockets:
-            while socket.poll(0):
+            for _ in range(REPORTS_A_TURN):
+                if not socket.poll(0):
+                    break
                 message = self._decode(socket)
                 match message:
                     case StepResult():
@@ -123,25 +129,21 @@ class Workers:
         """Raise `EngineDeadError` (`StartupError` before all are ready) if a worker has died or fallen silent."""
         kind = EngineDeadError if self.is_ready else StartupError
         limit = SILENCE_S if self.is_ready else STARTING_SILENCE_S
-        now = time.monotonic()
-        for child, heard in zip(self._children, self._heard, strict=True):
+        for child, silence in zip(self._children, self._silences, strict=True):
             if child.exit_code() is not None:
                 raise kind(f"{child.name} {child.describe_exit()}")
-            if now - heard > limit:
-                raise kind(f"{child.name} has been silent for {now - heard:.0f} s; it is stopped or hung")
+            if silence.seconds() > limit:
+                raise kind(f"{child.name} has been silent for {limit:.0f} s; it is stopped or hung")
 
     def stop(self) -> None:
         """Ask them to leave, then make them."""
         for socket in self._sockets:
-            try:
+            with contextlib.suppress(zmq.Again):  # it does not read: hanging up or killing ends it
                 socket.send(encode(Shutdown()), zmq.DONTWAIT)
-            except zmq.Again:
-                continue  # it does not read; hanging up or killing ends it
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + LEAVE_S
         for child in self._children:
             child.wait(deadline - time.monotonic())
-        for child in self._children:
-            child.stop(STOP_S)
+        stop_all(self._children, STOP_S)
         for socket in (*self._sockets, self._heartbeats):
             socket.close(linger=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from corellm.comms.run_folder import RunFolder
 
 def main() -> int:
     death_pipe = enter_child()
+    # Signals to the whole process group, such as of `timeout` or a closed terminal, are the engine's to handle.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     from corellm.worker.process import run  # imports torch: seconds
 
     return run(RunFolder(Path(sys.argv[1])), int(sys.argv[2]), death_pipe)

@@ -10,13 +10,14 @@ from corellm.errors import OutOfMemoryError
 from corellm.models.llama.spec import LlamaSpec
 
 _CPU_SHARE = 0.25  # of the memory available: a laptop has other things to do
+USEFUL_TOKENS = 2048
 _GIB = 1 << 30
 
 
 def block_budget(settings: Settings, spec: LlamaSpec, weight_bytes: int, device: torch.device) -> int:
     """Blocks of one rank: what the user said, or what memory holds, never more than every slot at full length needs.
 
-    Raises `OutOfMemoryError` when weights and one block per slot do not fit.
+    Raises `OutOfMemoryError` when the weights and the KV of `USEFUL_TOKENS` do not fit.
     """
     dtype: torch.dtype = getattr(torch, settings.dtype)
     per_block = spec.kv_bytes_per_token(dtype.itemsize, settings.tp) * settings.page_size
@@ -27,13 +28,12 @@ def block_budget(settings: Settings, spec: LlamaSpec, weight_bytes: int, device:
         room = int(min(free, total * settings.gpu_memory)) - workspace_bytes(settings, spec, dtype)
     else:
         free = available_memory()
-        room = weight_bytes + int((free - weight_bytes) * _CPU_SHARE) // settings.tp
+        room = weight_bytes + int((free - weight_bytes * settings.tp) * _CPU_SHARE) // settings.tp
     blocks = (room - weight_bytes) // per_block - 1  # the executor pads with one block of its own
-    least = -(-min(settings.max_model_len, 2048) // settings.page_size)
+    least = -(-min(settings.max_model_len, USEFUL_TOKENS) // settings.page_size)
     if blocks < least:
-        option = (
-            "raise --gpu-memory, lower --max-batch-tokens or raise --tp" if device.type == "cuda" else "free memory"
-        )
+        on_gpu = "raise --gpu-memory, lower --max-batch-tokens or raise --tp"
+        option = on_gpu if device.type == "cuda" else "free memory, lower --max-model-len or set --kv-blocks"
         raise OutOfMemoryError(
             f"weights take {weight_bytes / _GIB:.1f} GiB and a useful KV cache {least * per_block / _GIB:.2f} GiB; "
             f"{room / _GIB:.1f} GiB of {free / _GIB:.1f} GiB free may be used: {option}"

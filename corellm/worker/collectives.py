@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +36,7 @@ class SingleRank:
 
 
 class TorchDistributed:
-    """`size` ranks that meet through the file `rendezvous`; no network address but loopback is used by gloo.
+    """`size` ranks that meet through the file `rendezvous`; the engine keeps their sockets on loopback.
 
     Raises `StartupError` when the others do not appear within `timeout_s`, which also bounds every later operation.
     """
@@ -46,7 +44,6 @@ class TorchDistributed:
     def __init__(self, backend: str, rendezvous: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = rank
         self.size = size
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         try:
             store = FileStore(str(rendezvous), size)
             dist.init_process_group(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ import zmq
 
 from corellm.checkpoint import open_checkpoint
 from corellm.comms import sockets
+from corellm.comms.children import is_readable
 from corellm.comms.codec import Decoder, encode
 from corellm.comms.messages import (
     AllocateKV,
@@ -36,10 +36,10 @@ from corellm.comms.messages import (
 )
 from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Settings, read_settings
-from corellm.errors import CoreLLMError
+from corellm.errors import CoreLLMError, OutOfMemoryError
 from corellm.models.llama.spec import weight_table
 from corellm.worker.budget import block_budget
-from corellm.worker.collectives import make_collectives
+from corellm.worker.collectives import SingleRank, TorchDistributed, make_collectives
 from corellm.worker.executor import Executor
 from corellm.worker.slab import Slab
 from corellm.worker.weight_loader import dummy_weights, load_weights
@@ -61,6 +61,11 @@ def run(folder: RunFolder, rank: int, death_pipe: int) -> int:
         worker.serve()
     except CoreLLMError as error:
         worker.send(WorkerFailed(rank=rank, code=error.code, message=error.message))
+        return 1
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(".")[0]
+        message = f"worker {rank} ran out of GPU memory: {reason}; lower --gpu-memory, --max-batch-tokens or --max-seqs"
+        worker.send(WorkerFailed(rank=rank, code=OutOfMemoryError.code, message=message))
         return 1
     except Exception as error:  # noqa: BLE001  the engine must learn of any end, whatever it was
         log.debug("%s", traceback.format_exc())
@@ -96,7 +101,7 @@ class Pulse(threading.Thread):
             busy = time.monotonic() - since if since is not None else 0.0
             with contextlib.suppress(zmq.Again):  # the engine does not read just now; the next beat says the same
                 socket.send(encode(Heartbeat(rank=self._rank, step=self._step, busy_s=busy)), zmq.DONTWAIT)
-            if select.select([self._death_pipe], [], [], HEARTBEAT_S)[0]:
+            if is_readable(self._death_pipe, HEARTBEAT_S):
                 os._exit(1)  # nothing of value is held here, and the main thread may be deep in a kernel
 
 
@@ -107,13 +112,16 @@ class Worker:
         self, settings: Settings, folder: RunFolder, rank: int, socket: zmq.Socket[bytes], pulse: Pulse
     ) -> None:
         self.settings, self.folder, self.rank, self.socket, self.pulse = settings, folder, rank, socket, pulse
+        self.device = torch.device(f"cuda:{rank}" if settings.device == "cuda" else "cpu")
         self._commands: Decoder[WorkerCommand] = Decoder(WorkerCommand)
 
     def send(self, report: WorkerReport) -> None:
         self.socket.send(encode(report))
 
     def serve(self) -> None:
-        executor = self._load()
+        """Run commands until `Shutdown`. After an error the group is left as it is: closing might wait for others."""
+        group = self._join()
+        executor = self._load(group)
         while True:
             command = self._commands.decode(self.socket.recv())
             match command:
@@ -128,21 +136,25 @@ class Worker:
                     executor.warm_up(self._report)
                     self.send(WorkerReady(rank=self.rank))
                 case Shutdown():
+                    group.close()
                     return
 
     def _report(self, progress: Progress) -> None:
         self.send(msgspec.structs.replace(progress, rank=self.rank))
 
-    def _load(self) -> Executor:
-        settings, rank = self.settings, self.rank
-        device = torch.device(f"cuda:{rank}" if settings.device == "cuda" else "cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+    def _join(self) -> SingleRank | TorchDistributed:
+        """Take the rank's device, and meet the other ranks."""
+        settings = self.settings
+        if settings.device == "cuda":
+            torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(settings.threads)
-        dtype = getattr(torch, settings.dtype)
         self._report(Progress(stage="start workers", done=1, total=1))
-        group = make_collectives(self.folder.rendezvous, rank, settings.tp, device)
+        return make_collectives(self.folder.rendezvous, self.rank, settings.tp, self.device)
+
+    def _load(self, group: SingleRank | TorchDistributed) -> Executor:
+        settings, rank, device = self.settings, self.rank, self.device
+        dtype = getattr(torch, settings.dtype)
         checkpoint = open_checkpoint(Path(settings.model_path), settings.load_format)
         spec = checkpoint.spec
         table = weight_table(spec, dtype.itemsize, settings.tp, rank)
@@ -158,5 +170,5 @@ class Worker:
             spec, weights, kv_memory, page_size=settings.page_size, device=device, dtype=dtype, group=group
         )
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.send(WeightsLoaded(rank=rank, block_budget=blocks, device_name=name, dtype=settings.dtype))
+        self.send(WeightsLoaded(rank=rank, block_budget=blocks, device_name=name))
         return executor

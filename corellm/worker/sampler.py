@@ -19,6 +19,8 @@ from corellm.comms.messages import TopLogprobs
 from corellm.kernels import Backend
 from corellm.worker.slots import SlotTables
 
+COLDEST = 1e-5  # a lower temperature is greedy: dividing by it would leave the range of float32
+
 
 @dataclass(frozen=True, slots=True)
 class RawLogprobs:
@@ -106,7 +108,7 @@ class Sampler:
             logits[self._pairs(rows, stops)] = -torch.inf
 
     def _choose(self, logits: Tensor, positions: NDArray[np.int64], settings: NDArray[np.void]) -> Tensor:
-        rows = np.flatnonzero(settings["temperature"] > 0)
+        rows = np.flatnonzero(settings["temperature"] >= COLDEST)
         if not len(rows):
             return logits.argmax(-1)
         if len(rows) == len(settings):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -68,6 +70,78 @@ def test_a_stopped_worker_is_noticed(tiny: Path, run_root: Path) -> None:
         wait_until_gone(run_root, 8)
 
 
+def test_a_pause_of_everything_hurts_nothing(tiny: Path, run_root: Path) -> None:
+    """Ctrl-Z and fg, or a machine that slept: time in which the watcher itself stood still does not count."""
+    script = textwrap.dedent(f"""
+        from corellm import EngineNode, SamplingParams
+        with EngineNode({str(tiny)!r}, device="cpu") as node:
+            print("ready", flush=True)
+            done = node.generate([[1, 2, 3]] * 300, SamplingParams(max_tokens=200, ignore_eos=True))
+            print(sum(c.output_tokens for c in done), flush=True)
+    """)
+    front_end = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert front_end.stdout is not None
+        assert front_end.stdout.readline() == b"ready\n"
+        os.killpg(front_end.pid, signal.SIGSTOP)
+        time.sleep(11)
+        os.killpg(front_end.pid, signal.SIGCONT)
+        assert front_end.stdout.readline() == b"60000\n"
+        assert front_end.wait(10) == 0
+    finally:
+        front_end.kill()
+        front_end.communicate()
+
+
+def test_workers_leave_signals_of_the_group_to_the_engine(tiny: Path, run_root: Path) -> None:
+    with EngineNode(str(tiny), device="cpu", tp=2) as node:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for pid, module in engine_processes(run_root).items():
+                if module == "corellm.worker":
+                    os.kill(pid, number)
+        assert node.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True))[0].output_tokens == 5
+
+
+def test_a_host_with_many_open_files(tiny: Path, run_root: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with EngineNode(str(tiny), device="cpu") as node:
+            assert node.generate([[1]], SamplingParams(max_tokens=2, ignore_eos=True))[0].output_tokens == 2
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    wait_until_gone(run_root, 5)
+
+
+def test_closing_while_it_starts_and_closing_twice(tiny: Path, run_root: Path) -> None:
+    for delay in (0.0, 0.4, 1.2):
+        node = EngineNode(str(tiny), device="cpu")
+        closer = threading.Timer(delay, node.close)
+        closer.start()
+        try:
+            with contextlib.suppress(EngineDeadError):  # unless it was ready, or not begun, by then
+                node.start()
+        finally:
+            closer.join()
+            node.close()
+            node.close()
+        assert not engine_processes(run_root)
+        assert not list(run_root.iterdir())
+
+
+def test_a_display_that_fails_does_not_hang_the_start(tiny: Path, run_root: Path) -> None:
+    def report(progress: object) -> None:
+        if getattr(progress, "stage", "") == "read weights":
+            raise BrokenPipeError("nobody reads")
+
+    with pytest.raises(EngineDeadError, match="nobody reads"):
+        EngineNode(str(tiny), device="cpu", on_progress=report).start()
+    assert not engine_processes(run_root)
+
+
 def test_sigterm_drains_and_a_second_one_stops(tiny: Path, run_root: Path) -> None:
     with EngineNode(str(tiny), device="cpu") as node:
         engine = pid_of(run_root, "corellm.engine")
@@ -130,7 +204,7 @@ def test_what_cannot_start_says_why(
         EngineNode(str(tiny), **{"device": "cpu", **options}).start()
     assert time.monotonic() - began < 20
     assert not engine_processes(run_root)
-    assert not list(run_root.iterdir())
+    assert not list(run_root.rglob("*"))
 
 
 def test_a_cache_that_does_not_fit_names_the_remedy(

@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from corellm.comms.codec import Decoder, encode, i32
-from corellm.comms.messages import Dying, EngineMessage, Hello, Request, Sampling, StepEvents, Submit
-from corellm.engine import front_ends
+from corellm.comms.messages import Dying, EngineMessage, Hello, Progress, Request, Sampling, StepEvents, Submit
+from corellm.comms.run_folder import RunFolder
+from corellm.engine import engine_client, front_ends
 from corellm.engine.engine_client import EngineClient, TokenStream
 from corellm.errors import (
     EngineDeadError,
+    EngineTimeoutError,
     InvalidRequestError,
     NumericalError,
     PromptTooLongError,
@@ -109,7 +112,7 @@ def test_ending_early_brings_the_figures(engine: EngineThread) -> None:
             async for _ in stream:
                 break
             finish = await stream.end()
-            assert (finish.reason, finish.prompt_tokens) == ("abort", 9)
+            assert (finish.reason, finish.prompt_tokens) == ("stop", 9)
             done = client.submit([1] * 9, Sampling(max_tokens=1))
             await asyncio.sleep(0.1)
             assert (await done.end()).reason == "length"
@@ -178,6 +181,87 @@ def test_nan_fails_one_request_alone(engine: EngineThread) -> None:
                     assert batch.finish.cached_tokens == 0  # what was computed with NaN is not kept
 
     asyncio.run(work())
+
+
+def test_nan_of_a_request_that_has_ended_does_not_stay_in_the_cache(engine: EngineThread) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            engine.workers.failing = {0}
+            engine.workers.paused = True
+            sick = client.submit([1] * 40, Sampling(max_tokens=20))
+            engine.until(lambda: engine.scheduler.in_flight > 0, "its prefill in flight")
+            sick.abort()
+            engine.until(lambda: not engine.scheduler.running, "its end")
+            engine.workers.paused = False
+            engine.until(lambda: engine.scheduler.in_flight == 0, "the result")
+            engine.workers.failing = set()
+            async for batch in client.submit([1] * 40, Sampling(max_tokens=2)):
+                if batch.finish is not None:
+                    assert batch.finish.cached_tokens == 0
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=0),
+        Sampling(max_tokens=3, min_tokens=4),
+        Sampling(max_tokens=3, temperature=-1.0),
+        Sampling(max_tokens=3, temperature=float("nan")),
+        Sampling(max_tokens=3, top_p=0.0),
+        Sampling(max_tokens=3, repetition_penalty=0.0),
+        Sampling(max_tokens=3, logprobs=21),
+        Sampling(max_tokens=3, bias_ids=(1, 2), bias_values=(1.0,)),
+        Sampling(max_tokens=3, bias_ids=(1000,), bias_values=(1.0,)),
+        Sampling(max_tokens=3, stop_ids=(-1,)),
+    ],
+)
+def test_sampling_that_would_hurt_a_worker_is_refused(engine: EngineThread, sampling: Sampling) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            with pytest.raises(InvalidRequestError):
+                await tokens(client.submit([1], sampling))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("prompt", [[2**40], [1.5, 2.5], ["a"], [[1], [2]], [-(2**31) - 1]])
+def test_what_is_no_token_id_is_refused_before_it_is_sent(engine: EngineThread, prompt: list[Any]) -> None:
+    async def work() -> None:
+        async with connected(engine) as client:
+            with pytest.raises(InvalidRequestError):
+                client.submit(prompt, Sampling(max_tokens=1))
+            with pytest.raises(InvalidRequestError, match="cache_salt"):
+                client.submit([1], Sampling(max_tokens=1), cache_salt="\ud800")
+            assert len(await tokens(client.submit([1], Sampling(max_tokens=1)))) == 1
+
+    asyncio.run(work())
+
+
+def test_a_report_that_raises_ends_the_connection(engine: EngineThread) -> None:
+    def report(progress: Progress) -> None:
+        raise KeyError("broken display")
+
+    async def work() -> None:
+        client = await EngineClient.connect(engine.folder, report)
+        engine.front_ends.broadcast(Progress(stage="warm up"))
+        stream = client.submit([1], Sampling(max_tokens=240))
+        with pytest.raises(EngineDeadError, match="broken display"):
+            await tokens(stream)
+        await client.close()
+
+    asyncio.run(work())
+
+
+def test_no_engine_behind_a_folder_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "SILENCE_S", 0.5)
+
+    async def work() -> None:
+        with pytest.raises(EngineTimeoutError, match="silent"):
+            await EngineClient.connect(RunFolder(tmp_path), lambda _: None)
+
+    asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_the_second_asker_takes_the_prefix_from_the_cache(engine: EngineThread) -> None:

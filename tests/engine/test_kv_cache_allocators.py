@@ -297,8 +297,8 @@ def test_what_a_failed_owner_published_is_forgotten(radix: KVCacheAllocator) -> 
     radix.forget(1)
     radix.close(1)
     radix.check()
-    assert radix.match(pages(1, 2, 3)) == PAGE  # page 1 was there before
-    assert (radix.stats().cached, radix.stats().free) == (1, 7)
+    assert radix.match(pages(1, 2, 3)) == 0  # page 1 was there before, and may be where the fault came from
+    assert (radix.stats().cached, radix.stats().free) == (0, 8)
 
 
 def test_forgotten_pages_stay_with_those_who_hold_them(radix: KVCacheAllocator) -> None:

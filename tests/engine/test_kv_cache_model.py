@@ -118,7 +118,7 @@ class Model:
         self.closes += 1
         for depth, page in enumerate(owner.pages):
             page.released = (self.closes, -depth)
-        for page in [] if keep else owner.pages[owner.matched :]:
+        for page in [] if keep else owner.pages:
             for prefix in [prefix for prefix, known in self.pages.items() if known is page]:
                 for gone in [prefix, *self.behind(prefix)]:
                     del self.pages[gone]

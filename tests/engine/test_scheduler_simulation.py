@@ -230,7 +230,7 @@ class World:
         tokens = sum(len(outputs) for outputs in self.received.values())
         counters = self.scheduler.counters
         assert counters.output_tokens == tokens
-        assert counters.finished + counters.failed == len(self.sequences)
+        assert counters.finished + counters.aborted + counters.failed == len(self.sequences)
         self.check_all_slots_are_free()
 
     def check_against_unlimited_run(self, sequence: Sequence) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,7 @@ def test_two_ranks_give_the_ids_of_one(tmp_path: Path, truth: list[list[int]]) -
             [sys.executable, str(script), str(rank), str(tmp_path / "rendezvous"), *map(str, PROMPTS[4])],
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
     ]

@@ -70,7 +70,7 @@ class EngineThread:
         self._info = EngineInfo(
             name="fake", model="fake", model_path="", dtype="", device="", tp=1, kv_cache="radix", page_size=4,
             kv_blocks=blocks, max_model_len=512, max_batch_tokens=64, max_seqs=max_seqs, vocab=VOCAB, seed=0,
-            load_format="dummy", startup_s=0.0,
+            load_format="dummy", max_request_tokens=257, startup_s=0.0,
         )  # fmt: skip
         self.error: CoreLLMError | None = None
         self._stop = threading.Event()

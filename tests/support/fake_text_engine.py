@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from corellm.comms.messages import EngineInfo
-from corellm.engine.text_engine import Completion, TokenLogprob
 from corellm.errors import CoreLLMError, InvalidRequestError
 from corellm.sampling_params import SamplingParams
+from corellm.text_engine import Completion, TokenLogprob
 
 VOCAB = 256
 MAX_MODEL_LEN = 200

@@ -63,7 +63,7 @@ class KVCacheAllocator(Protocol):
         ...
 
     def forget(self, owner: int) -> None:
-        """What this owner has published is not to be trusted: from now on none of it matches, and it is not kept."""
+        """No page of this owner is to be trusted, shared ones included: from now on none matches, and none is kept."""
         ...
 
     def close(self, owner: int) -> None:

@@ -129,8 +129,8 @@ class RadixCacheAllocator:
     def forget(self, owner: int) -> None:
         held = self._owner(owner)
         held.publishing = False
-        if len(held.path) > held.matched:
-            self._forget(held.path[held.matched])
+        if held.path:
+            self._forget(held.path[0])
 
     def close(self, owner: int) -> None:
         held = self._owner(owner)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from corellm.checkpoint import open_checkpoint
 from corellm.comms.messages import NO_TOKEN, EngineInfo, Finish, Logprobs, Progress, Sampling, Stats
-from corellm.comms.settings import Launch
-from corellm.config import DEMO_MODEL, EngineOptions
-from corellm.device import gpu_count
 from corellm.engine.engine_client import EngineClient
-from corellm.errors import InvalidRequestError, OptionError, PromptTooLongError
-from corellm.model_source import find_model
+from corellm.errors import InvalidRequestError, PromptTooLongError
+from corellm.found_model import FoundModel
 from corellm.sampling_params import SamplingParams
 from corellm.text.assembler import TextAssembler
-from corellm.text.prompt import PromptFormat, prompt_format
 from corellm.text.tokenizer import Tokenizer
 
 
@@ -65,55 +57,27 @@ class Delta:
 
 
 class TextEngine:
-    """An engine with its tokenizer and prompt format. One asyncio loop; make it with `start`, end it with `close`."""
+    """An engine with its model's text side. One asyncio loop; make it with `start`, end it with `close`."""
 
-    def __init__(
-        self, client: EngineClient, info: EngineInfo, tokenizer: Tokenizer | None, eos: frozenset[int]
-    ) -> None:
+    def __init__(self, client: EngineClient, info: EngineInfo, model: FoundModel) -> None:
         self.info = info
-        self.tokenizer = tokenizer
-        self.prompt_format: PromptFormat | None = prompt_format(tokenizer) if tokenizer is not None else None
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.encode_prompt = model.encode_prompt
+        self.encode_chat = model.encode_chat
         self._client = client
-        self._eos = eos
 
     @classmethod
-    async def start(cls, options: EngineOptions, report: Callable[[Progress], None]) -> TextEngine:
-        """Find the model, start an engine of our own and wait until it is ready.
+    async def start(cls, model: FoundModel, report: Callable[[Progress], None]) -> TextEngine:
+        """Start an engine of our own on a model, and wait until it is ready.
 
         Raises the typed error of whatever stands in the way.
         """
-        report(Progress(stage="resolve model", detail=model_name(options)))
-        path = await asyncio.to_thread(find_model, model_name(options), report)
-        checkpoint = await asyncio.to_thread(open_checkpoint, path, options.load_format)
-        launching = asyncio.create_task(EngineClient.launch(Launch(options=options, model_path=str(path)), report))
-        try:
-            tokenizer = await asyncio.to_thread(load_tokenizer, path, options.load_format)
-        except BaseException:
-            launching.cancel()
-            await asyncio.gather(launching, return_exceptions=True)
-            raise
-        client = await launching
-        if client.info is None:
-            raise OptionError("the engine was not ready when it said so")
-        eos = frozenset(checkpoint.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset())
-        return cls(client, client.info, tokenizer, eos)
+        client = await EngineClient.launch(model.launch, report)
+        return cls(client, await client.ready(), model)
 
     async def close(self) -> None:
         await self._client.close()
-
-    # ---- prompts --------------------------------------------------------------------------------------------------
-
-    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a plain prompt: text gets the model's BOS, ids stay as they are."""
-        return encode_prompt(self.tokenizer, prompt)
-
-    def encode_chat(self, messages: Sequence[Any], **template: Any) -> list[int]:
-        """Token ids of a conversation in the model's prompt format. Raises `InvalidRequestError`."""
-        if self.prompt_format is None:
-            raise InvalidRequestError(
-                "the model has no tokenizer, so messages cannot be encoded; send token ids", "messages"
-            )
-        return self.prompt_format.encode(messages, **template)
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
@@ -176,7 +140,7 @@ class TextEngine:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and the model has none; use stop_token_ids", "stop"
             )
-        stop_ids = set(params.stop_token_ids) if params.ignore_eos else self._eos | set(params.stop_token_ids)
+        stop_ids = set(params.stop_token_ids) if params.ignore_eos else self.model.eos_ids | set(params.stop_token_ids)
         return Sampling(
             max_tokens=params.max_tokens or room,
             min_tokens=params.min_tokens,
@@ -245,28 +209,3 @@ def _stop_id(finish: Finish | None) -> int | None:
 def _token_logprob(token: int, found: Logprobs, top: int) -> TokenLogprob:
     pairs = zip(found.top_ids.tolist()[:top], found.top_logprobs.tolist()[:top], strict=True)
     return TokenLogprob(token, found.logprob, tuple(pairs))
-
-
-def model_name(options: EngineOptions) -> str:
-    """The model that the options ask for; without a GPU the demo is the default. Raises `OptionError`."""
-    if options.model is not None:
-        return options.model
-    if options.device == "cuda" or (options.device == "auto" and gpu_count()):
-        raise OptionError("--model is not given; name a local folder, a Hugging Face id, or 'demo'")
-    return DEMO_MODEL
-
-
-def load_tokenizer(path: Path, load_format: str) -> Tokenizer | None:
-    """The model's tokenizer. None only for dummy weights without one: prompts must then be token ids."""
-    if load_format == "dummy" and not (path / "tokenizer.json").exists():
-        return None
-    return Tokenizer.from_folder(path)
-
-
-def encode_prompt(tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
-    """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are."""
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if tokenizer is None:
-        raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
-    return tokenizer.encode(prompt, special=True, bos=tokenizer.adds_bos)

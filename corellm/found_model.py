@@ -1,0 +1,96 @@
+"""A model found on disk, checked against the options, before any process runs it: what a front end knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corellm.checkpoint import open_checkpoint
+from corellm.comms.messages import Progress
+from corellm.comms.settings import Launch, Settings
+from corellm.config import DEMO_MODEL, EngineOptions
+from corellm.device import gpu_count
+from corellm.engine.resolve import resolve
+from corellm.errors import InvalidRequestError, OptionError
+from corellm.model_source import find_model
+from corellm.text.prompt import PromptFormat, prompt_format
+from corellm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """A checked checkpoint with its text side. `launch` starts an engine on it; `settings` is what that would run with.
+
+    `eos_ids` end a generation: those of the checkpoint's files and of the tokenizer. Threads may share one.
+    """
+
+    launch: Launch
+    settings: Settings
+    vocab: int
+    eos_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    prompt_format: PromptFormat | None
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt + output of the longest request, as far as it is known before there is an engine."""
+        settings = self.settings
+        if settings.kv_blocks is None:
+            return settings.max_model_len
+        return min(settings.max_model_len, settings.kv_blocks * settings.page_size + 1)
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
+        return self.tokenizer.encode(prompt, special=True, bos=self.tokenizer.adds_bos)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+        """Token ids of a conversation in the model's prompt format, whose options are those of `PromptFormat.encode`.
+
+        Raises `InvalidRequestError`, naming the field.
+        """
+        if self.prompt_format is None:
+            raise InvalidRequestError("the model has no tokenizer; send token ids as prompt", "messages")
+        return self.prompt_format.encode(messages, **template)
+
+
+def model_name(options: EngineOptions) -> str:
+    """The model that the options ask for; without a GPU the demo is the default. Raises `OptionError`."""
+    if options.model is not None:
+        return options.model
+    if options.device == "cuda" or (options.device == "auto" and gpu_count()):
+        raise OptionError("--model is not given; name a local folder, a Hugging Face id, or 'demo'")
+    return DEMO_MODEL
+
+
+def find(options: EngineOptions, report: Callable[[Progress], None]) -> FoundModel:
+    """Find, fetch or convert the model, and check it and the options against each other.
+
+    Raises the typed error of whatever is wrong.
+    """
+    name = model_name(options)
+    report(Progress(stage="resolve model", detail=name))
+    path = find_model(name, report)
+    checkpoint = open_checkpoint(path, options.load_format)
+    launch = Launch(options=options, model_path=str(path))
+    tokenizer = _tokenizer(path, options.load_format)
+    return FoundModel(
+        launch=launch,
+        settings=resolve(launch, checkpoint),
+        vocab=checkpoint.spec.vocab,
+        eos_ids=frozenset(checkpoint.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset()),
+        tokenizer=tokenizer,
+        prompt_format=prompt_format(tokenizer) if tokenizer is not None else None,
+    )
+
+
+def _tokenizer(path: Path, load_format: str) -> Tokenizer | None:
+    """None only for dummy weights without a tokenizer: prompts must then be token ids."""
+    if load_format == "dummy" and not (path / "tokenizer.json").exists():
+        return None
+    return Tokenizer.from_folder(path)
