@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from corellm.config import EngineOptions
+from corellm.errors import OptionError
 
-from .options import SamplingDefaults, expand
+from .options import SamplingDefaults, counted, expand
 
 HELP = "Answer the rows of a JSONL file; run the same command again to go on after any interruption."
 
@@ -21,10 +23,12 @@ def batch(
     ],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="OUT.jsonl", help="Default IN.out.jsonl, for stdin -; - is stdout."),
+        typer.Option(
+            "--output", "-o", metavar="OUT.jsonl", help="Default IN.out.jsonl, for stdin and pipes -; - is stdout."
+        ),
     ] = None,
     order: Annotated[
-        Literal["completion", "input"], typer.Option(help="Write rows as they finish, or in input order.")
+        str, typer.Option(metavar="completion|input", help="Write rows as they finish, or in input order.")
     ] = "completion",
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew: throw an earlier run's output away.")] = False,
     retry_errors: Annotated[
@@ -33,7 +37,9 @@ def batch(
     strict: Annotated[
         bool, typer.Option("--strict", help="Check the whole input first; stop at the first bad row.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N rows.", metavar="N")] = None,
+    limit: Annotated[
+        int | None, typer.Option(parser=counted("--limit"), help="Only the first N rows.", metavar="N")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every row and count tokens; run nothing.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")] = False,
     json_summary: Annotated[
@@ -44,8 +50,12 @@ def batch(
     engine: EngineOptions,
 ) -> None:
     """Check the options, run the batch, leave with its exit code."""
+    output = output or default_output(input)
     if restart and retry_errors:
-        raise typer.BadParameter("--restart and --retry-errors contradict each other; give one of them")
+        raise OptionError("--restart and --retry-errors contradict each other; give one of them")
+    if output == "-" and (restart or retry_errors):
+        flag = "--restart" if restart else "--retry-errors"
+        raise OptionError(f"{flag} needs an output that can be gone on with, and rows go to stdout; give -o OUT.jsonl")
     defaults = sampling.given()
     source = context.get_parameter_source("seed")
     if source is not None and source.name != "DEFAULT":
@@ -55,7 +65,7 @@ def batch(
     code = run_batch(
         BatchCommand(
             input=input,
-            output=output or default_output(input),
+            output=output,
             order=order,
             restart=restart,
             retry_errors=retry_errors,
@@ -72,7 +82,7 @@ def batch(
 
 
 def default_output(input: str) -> str:
-    """IN.out.jsonl for IN.jsonl and IN.jsonl.gz; stdout for stdin."""
-    if input == "-":
+    """IN.out.jsonl for IN.jsonl and IN.jsonl.gz; stdout for stdin and named pipes, such as a shell's <(command)."""
+    if input == "-" or Path(input).is_fifo():
         return "-"
     return input.removesuffix(".gz").removesuffix(".jsonl") + ".out.jsonl"

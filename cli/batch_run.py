@@ -12,23 +12,26 @@ from typing import Any
 
 from rich.console import Console
 
+from corellm.batch.check import InputCheck
+from corellm.batch.engine_api import ModelLimits
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.journal import STDOUT, Journal, open_journal
-from corellm.batch.lines import Source
-from corellm.batch.progress import Summary
-from corellm.batch.runner import BatchOptions, BatchRunner, dry_run
+from corellm.batch.lines import STAGE, Source, Survey
+from corellm.batch.model_identity import model_identity
+from corellm.batch.options import BatchOptions
+from corellm.batch.prepare import Pipeline, Preparer
+from corellm.batch.progress import Event, Summary
+from corellm.batch.runner import BatchRunner
 from corellm.comms.messages import Progress
 from corellm.config import DEMO_MODEL, EngineOptions
-from corellm.engine.text_engine import TextEngine, model_name
-from corellm.errors import EngineDeadError
+from corellm.errors import CoreLLMError
+from corellm.found_model import FoundModel, find, model_name
+from corellm.text_engine import TextEngine
 from corellm_tui.batch_progress import BatchDisplay, EventLines, summary_json, summary_lines
 from corellm_tui.startup import StartupDisplay
 
 from .exit_codes import ExitCode
 from .logs import configure_logging
-from .model_at_hand import ModelAtHand, find
-
-Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,80 +58,109 @@ class BatchCommand:
 def run_batch(command: BatchCommand) -> ExitCode:
     """Run to the end, or to an interruption. Raises `CoreLLMError` for what ends the whole run."""
     configure_logging(command.engine.log_level)
+    options = command.batch_options()
     console = Console(stderr=True, highlight=False, quiet=command.quiet)
-    if command.engine.model is None:
-        command = replace(command, engine=replace(command.engine, model=model_name(command.engine)))
-        if command.engine.model == DEMO_MODEL:
-            console.print("no --model given and no GPU here: using the demo model, SmolLM2-135M-Instruct")
-    source = Source(command.input)
-    try:
-        if command.dry_run:
-            return _dry_run(command, source, console)
-        return asyncio.run(_Run(command, source, console).to_the_end())
-    finally:
-        source.close()
-
-
-def _dry_run(command: BatchCommand, source: Source, console: Console) -> ExitCode:
-    with StartupDisplay(console) as startup:
-        model = find(command.engine, startup.report)
-    summary = dry_run(model, model.limits, source, command.batch_options(), EventLines(console).on_event)
-    _close(command, console, summary)
-    return ExitCode.ROW_ERRORS if summary.failed else ExitCode.OK
+    with contextlib.closing(Source(command.input)) as source:
+        if command.engine.model is None:
+            command = replace(command, engine=replace(command.engine, model=model_name(command.engine)))
+            if command.engine.model == DEMO_MODEL:
+                console.print("no --model given and no GPU here: using the demo model, SmolLM2-135M-Instruct")
+        run = _Run(command, options, source, console)
+        try:
+            summary = run.dry() if command.dry_run else run.whole()
+        except CoreLLMError as error:
+            run.tell_end(error.code)
+            raise
+    _tell(command, console, summary)
+    if summary.interrupted:
+        return ExitCode.INTERRUPTED
+    return ExitCode.ROW_ERRORS if summary.failed or summary.skipped_failed else ExitCode.OK
 
 
 class _Run:
-    """A run with an engine."""
+    """One run. What can wait long and needs no event loop comes before it, where Ctrl-C simply ends the process."""
 
-    def __init__(self, command: BatchCommand, source: Source, console: Console) -> None:
-        self._command, self._source, self._console = command, source, console
-        self._options = command.batch_options()
+    def __init__(self, command: BatchCommand, options: BatchOptions, source: Source, console: Console) -> None:
+        self._command, self._options, self._source, self._console = command, options, source, console
+        self._summary_so_far: Callable[[str], Summary] | None = None
 
-    async def to_the_end(self) -> ExitCode:
-        async with contextlib.AsyncExitStack() as closing:
-            # The output is opened before the engine starts: a refusal should not wait for weights.
+    def dry(self) -> Summary:
+        """Check every row and run nothing."""
+        with StartupDisplay(self._console) as startup:
+            model = find(self._command.engine, startup.report)
+            # There is no output, so the screen has every error.
+            check = self._input_check(model, EventLines(self._console, every_error=True).on_event)
+            self._summary_so_far = check.summary
+            check.run(startup.report)
+            return check.summary()
+
+    def whole(self) -> Summary:
+        """Run every row that the output does not have yet."""
+        with contextlib.ExitStack() as closing:
+            # The input is checked and the output opened before the engine starts: a refusal should not wait for it.
             with StartupDisplay(self._console) as startup:
-                model = await asyncio.to_thread(find, self._command.engine, startup.report)
-                journal, total = await asyncio.to_thread(self._open_output, model)
-                closing.enter_context(journal)
-                engine = await TextEngine.start(self._command.engine, startup.report)
-                closing.push_async_callback(engine.close)
-            startup.ready(engine.info)
-            summary = await self._generate(engine, journal, total)
-        _close(self._command, self._console, summary)
-        if summary.interrupted:
-            return ExitCode.INTERRUPTED
-        return ExitCode.ROW_ERRORS if summary.failed or journal.finished.failed else ExitCode.OK
+                model = find(self._command.engine, startup.report)
+                startup.report(Progress(stage=STAGE))
+                survey = self._source.survey(startup.report)
+                if self._options.strict:
+                    self._summary_so_far = lambda code: Summary(failed_with=code)
+                    self._source.spool()
+                    self._input_check(model, lambda event: None).run(startup.report, survey.rows if survey else None)
+                startup.report(Progress(stage=STAGE, detail=self._command.output))
+                journal = closing.enter_context(self._open_output(model, survey))
+                if (finished := self._finished_earlier(model, journal, survey)) is not None:
+                    return finished
+            return asyncio.run(self._generate(model, journal, survey.rows if survey else None))
 
-    def _open_output(self, model: ModelAtHand) -> tuple[Journal, int | None]:
-        """The journal, and how many rows the input has if that can be known."""
+    def tell_end(self, failed_with: str) -> None:
+        """Say how far a run came that an error ended."""
+        if self._summary_so_far is not None:
+            _tell(self._command, self._console, self._summary_so_far(failed_with))
+
+    def _input_check(self, model: FoundModel, events: Callable[[Event], None]) -> InputCheck:
+        return InputCheck(model, _limits(model), self._source, self._options, events)
+
+    def _open_output(self, model: FoundModel, survey: Survey | None) -> Journal:
         command = self._command
-        survey = self._source.survey()
-        fingerprint = Fingerprint.of(
-            survey, model=model.settings.model, dtype=model.settings.dtype, settings=self._options.settings()
-        )
-        journal = open_journal(
+        fingerprint = Fingerprint.of(survey, model=model_identity(model.settings), settings=self._options.settings())
+        return open_journal(
             command.output,
             fingerprint,
             source=command.input,
             restart=command.restart,
             retry_errors=command.retry_errors,
         )
-        return journal, survey.rows if survey else None
 
-    async def _generate(self, engine: TextEngine, journal: Journal, total: int | None) -> Summary:
-        events = EventLines(self._console).on_event
-        runner = BatchRunner(engine, self._source, journal, self._options, events, total=total)
-        display = BatchDisplay(self._console, runner.snapshot, engine.latest_stats)
-        with _stopping_on_signals(runner), display:
-            painting = asyncio.create_task(display.keep_painting())
-            try:
-                return await runner.run()
-            except EngineDeadError:
-                self._console.print("finished rows are safe: run the same command again to go on")
-                raise
-            finally:
-                painting.cancel()
+    def _finished_earlier(self, model: FoundModel, journal: Journal, survey: Survey | None) -> Summary | None:
+        """The end of a run whose rows all have their answer, if that is so: it needs no engine."""
+        if survey is None or journal.finished.count < min(survey.rows, self._options.limit or survey.rows):
+            return None
+        preparer = Preparer(model, _limits(model), self._options.defaults)
+        pipeline = Pipeline(self._source, preparer, limit=self._options.limit, finished=journal.finished)
+        if next(iter(pipeline), None) is not None:
+            return None
+        return Summary(skipped=pipeline.skipped, skipped_failed=pipeline.skipped_failed, output=journal.name)
+
+    async def _generate(self, model: FoundModel, journal: Journal, total: int | None) -> Summary:
+        with StartupDisplay(self._console) as startup:
+            engine = await TextEngine.start(model, startup.report)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(engine.close)
+            startup.ready(engine.info)
+            events = EventLines(self._console).on_event
+            runner = BatchRunner(engine, self._source, journal, self._options, events, total=total)
+            self._summary_so_far = runner.summary
+            display = BatchDisplay(self._console, runner.snapshot, engine.latest_stats, live=not journal.is_terminal)
+            with _stopping_on_signals(runner), display:
+                painting = asyncio.create_task(display.keep_painting())
+                try:
+                    return await runner.run()
+                finally:
+                    painting.cancel()
+
+
+def _limits(model: FoundModel) -> ModelLimits:
+    return ModelLimits(model.max_request_tokens, model.vocab)
 
 
 @contextlib.contextmanager
@@ -155,7 +187,7 @@ def _stopping_on_signals(runner: BatchRunner) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _close(command: BatchCommand, console: Console, summary: Summary) -> None:
+def _tell(command: BatchCommand, console: Console, summary: Summary) -> None:
     if command.json_summary:
         print(summary_json(summary), file=sys.stderr if command.output == STDOUT else sys.stdout)
         return

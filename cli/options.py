@@ -1,6 +1,7 @@
 """Command-line options made from dataclasses, so that each option is described in one place.
 
 `expand(engine=EngineOptions)` turns a command's one `engine` parameter into an option for every field of the class.
+Typer hands on text alone: the classes check it, and their messages say what is allowed and where the value came from.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from corellm.config import EngineOptions, env_name, flag_name
-from corellm.errors import InvalidRequestError
+from corellm.config import EngineOptions, env_name, flag_name, parse_option
+from corellm.errors import InvalidRequestError, OptionError
 from corellm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
+Parser = Callable[[typer.Context, str | None], Any]
 
 
 def _sampling(help: str) -> Any:
@@ -45,14 +48,19 @@ class SamplingDefaults:
     def given(self) -> dict[str, Any]:
         """The fields that were set.
 
-        Raises `typer.BadParameter`, naming the option, when a value is out of range.
+        Raises `OptionError`, naming the option, when two values contradict each other.
         """
         values = {name: value for name in _names(self) if (value := getattr(self, name)) not in (None, [])}
-        try:
-            SamplingParams(**values)
-        except InvalidRequestError as error:
-            raise typer.BadParameter(error.message, param_hint=flag_name(error.param or "")) from None
+        _check_sampling(values)
         return values
+
+
+def _check_sampling(values: Mapping[str, Any]) -> None:
+    try:
+        SamplingParams(**values)
+    except InvalidRequestError as error:
+        name = error.param or ""
+        raise OptionError(flag_name(name) + error.message.removeprefix(name)) from None
 
 
 # The class that a parameter expands into, and how its options are presented.
@@ -92,24 +100,70 @@ def _names(dataclass_or_instance: Any) -> list[str]:
 
 def _parameter(cls: type, spec: Field[Any]) -> inspect.Parameter:
     rule = spec.metadata
-    kind = Literal[rule["choices"]] if rule.get("choices") else get_type_hints(cls)[spec.name]
+    several = spec.name == "stop"
     option = typer.Option(
         flag_name(spec.name),
         help=rule["help"],
-        metavar=_range(rule),
+        metavar=_metavar(spec),
         envvar=env_name(spec.name) if cls in _FROM_ENVIRONMENT else None,
         show_envvar=False,
         rich_help_panel=_PANELS[cls],
+        callback=None if several else _PARSERS[cls](spec),
     )
-    return _keyword(spec.name, Annotated[kind, option], spec.default)
+    return _keyword(spec.name, Annotated[list[str] | None if several else str | None, option], spec.default)
 
 
-def _range(rule: Mapping[str, Any]) -> str | None:
-    """The range for the help alone: the class checks it, and its message says more than Typer's."""
+def _engine_parser(spec: Field[Any]) -> Parser:
+    def parse(context: typer.Context, text: str | None) -> Any:
+        if text is None:
+            return None
+        source = context.get_parameter_source(spec.name)
+        from_environment = source is not None and source.name == "ENVIRONMENT"
+        return parse_option(spec, text, (env_name if from_environment else flag_name)(spec.name))
+
+    return parse
+
+
+def _sampling_parser(spec: Field[Any]) -> Parser:
+    def parse(context: typer.Context, text: str | None) -> Any:
+        if text is None:
+            return None
+        value: Any = text
+        with suppress(ValueError):  # what is no number stays text, which the check refuses by name
+            value = (int if "int" in str(spec.type) else float)(text)
+        _check_sampling({spec.name: value})
+        return value
+
+    return parse
+
+
+_PARSERS: Mapping[type, Callable[[Field[Any]], Parser]] = {
+    EngineOptions: _engine_parser,
+    SamplingDefaults: _sampling_parser,
+}
+
+
+def _metavar(spec: Field[Any]) -> str:
+    """What the help says of an option's values."""
+    rule = spec.metadata
+    if rule.get("choices"):
+        return "|".join(rule["choices"])
     low, high = rule.get("low"), rule.get("high")
-    if low is None:
-        return None
-    return f"{low:.10g}.." if high is None else f"{low:.10g}..{high:.10g}"
+    if low is not None:
+        return f"{low:.10g}.." if high is None else f"{low:.10g}..{high:.10g}"
+    kind = str(spec.type).removesuffix(" | None")
+    return {"int": "N", "float": "X"}.get(kind, "TEXT")
+
+
+def counted(flag: str) -> Callable[[str], int]:
+    """The parser of a command's own option that counts something; it raises `OptionError`."""
+
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdecimal() and (value := int(text)) > 0:
+            return value
+        raise OptionError(f"{flag} is {text!r}; it must be an integer of at least 1")
+
+    return parse
 
 
 def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:

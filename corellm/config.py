@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -48,13 +50,13 @@ class EngineOptions:
     gpu_memory: float = _option(0.9, "Fraction of a GPU's memory to use.", low=0.05, high=1.0)
     kv_blocks: int | None = _option(None, "KV blocks; overrides the memory budget.", low=1)
     load_format: str = _option("auto", "dummy: seeded random weights from a config.json alone.", choices=LOAD_FORMATS)
-    seed: int = _option(0, "Seed of dummy weights.", low=0, high=2**31 - 1)
+    seed: int = _option(0, "Seed of rows that do not say, and of dummy weights.", low=0, high=2**31 - 1)
     name: str | None = _option(None, "Name under which the engine registers.")
     log_level: str = _option("warning", "Log verbosity, on stderr.", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            _check(spec, getattr(self, spec.name))
+            _check(spec, getattr(self, spec.name), flag_name(spec.name))
 
     @classmethod
     def from_env(cls, **given: Any) -> EngineOptions:
@@ -63,7 +65,7 @@ class EngineOptions:
         for spec in fields(cls):
             text = os.environ.get(env_name(spec.name))
             if spec.name not in values and text:
-                values[spec.name] = _parse(spec.name, text, _kind(spec))
+                values[spec.name] = parse_option(spec, text, env_name(spec.name))
         return cls(**values)
 
 
@@ -80,11 +82,14 @@ def _kind(spec: Field[Any]) -> type:
     return kinds[str(spec.type)]
 
 
-def _parse(name: str, text: str, kind: type) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise OptionError(f"{env_name(name)} is {text!r}; it must be of type {kind.__name__}") from None
+def parse_option(spec: Field[Any], text: str, source: str) -> Any:
+    """The value of an option that came as text. Raises `OptionError`, naming `source`, the flag or the variable."""
+    kind = _kind(spec)
+    value: Any = text
+    with suppress(ValueError):  # what is no number stays text, which the check refuses by name
+        value = kind(text)
+    _check(spec, value, source)
+    return value
 
 
 def _is_a(kind: type, value: Any) -> bool:
@@ -92,18 +97,26 @@ def _is_a(kind: type, value: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
 
 
-def _check(spec: Field[Any], value: Any) -> None:
-    name, rule, kind = flag_name(spec.name), spec.metadata, _kind(spec)
+def _check(spec: Field[Any], value: Any, source: str) -> None:
+    rule, kind = spec.metadata, _kind(spec)
     if value is None and spec.default is None:
         return
     if rule["choices"] and value not in rule["choices"]:
-        raise OptionError(f"{name} is {value!r}; choose one of {', '.join(rule['choices'])}")
+        raise OptionError(f"{source} is {value!r}; choose one of {', '.join(rule['choices'])}")
+    allowed = _KINDS_IN_WORDS[kind] + _range(rule)
     if not _is_a(kind, value):
-        raise OptionError(f"{name} is {value!r}; it must be of type {kind.__name__}")
+        raise OptionError(f"{source} is {value!r}; it must be {allowed}")
+    low, high = rule["low"], rule["high"]
+    # So written that NaN, which compares false with everything, is refused.
+    if low is not None and not low <= value <= (math.inf if high is None else high):
+        raise OptionError(f"{source} is {value}; it must be {allowed}")
+
+
+_KINDS_IN_WORDS: dict[type, str] = {int: "an integer", float: "a number", str: "text"}
+
+
+def _range(rule: Mapping[str, Any]) -> str:
     low, high = rule["low"], rule["high"]
     if low is None:
-        return
-    limit: float = math.inf if high is None else high
-    if not low <= value <= limit:  # so written that NaN, which compares false with everything, is refused
-        allowed = f"at least {low:.10g}" if high is None else f"from {low:.10g} to {high:.10g}"
-        raise OptionError(f"{name} is {value}; it must be {allowed}")
+        return ""
+    return f" of at least {low:.10g}" if high is None else f" from {low:.10g} to {high:.10g}"

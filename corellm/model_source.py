@@ -40,13 +40,13 @@ def find_model(name: str, report: Report) -> Path:
     `report` hears of downloads and conversions, also from other threads, but one call at a time. Raises
     `ModelNotFoundError`, saying what was tried, when nothing answers to the name.
     """
+    if name == DEMO_MODEL:  # before any folder of that name, which ./demo reaches
+        return _find_demo(report)
     path = Path(os.path.expanduser(name))
     if name and path.is_dir():
         return path.absolute()
     if name and path.exists():
         raise ModelNotFoundError(f"--model {name} is a file; give the folder that holds config.json and *.safetensors")
-    if name == DEMO_MODEL:
-        return _find_demo(report)
     if not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"--model {name!r} is no local folder, not {DEMO_MODEL!r}, and no Hugging Face id of the form owner/name"

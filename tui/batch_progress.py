@@ -13,15 +13,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from corellm.batch.progress import Event, RowEnded, RowsChecked, Snapshot, Stopping, Summary
+from corellm.batch.progress import MIN_MEASURED_S, Event, RowEnded, SharedId, Snapshot, Stopping, Summary
 from corellm.comms.messages import Stats
 
 from . import quantities
+from .bar import bar
 from .foreign import one_line
 
 PAINT_INTERVAL_S = 0.25
 PLAIN_INTERVAL_S = 10.0
 ERRORS_SHOWN = 5
+ID_SHOWN = 24  # characters of a custom_id
 _RATE_WINDOW_S = 10.0
 _MIN_BAR = 8  # cells; a shorter bar says nothing
 
@@ -40,12 +42,12 @@ class RateMeter:
             self._seen.popleft()
 
     def rates(self) -> tuple[float, float] | None:
-        """(prompt, output) tokens a second; None until there are two readings."""
+        """(prompt, output) tokens a second; None until two readings are far enough apart."""
         if len(self._seen) < 2:
             return None
         first, last = self._seen[0], self._seen[-1]
         seconds = last.uptime_s - first.uptime_s
-        if seconds <= 0:
+        if seconds < MIN_MEASURED_S:
             return None
         return (
             (last.prompt_tokens - first.prompt_tokens) / seconds,
@@ -54,24 +56,33 @@ class RateMeter:
 
 
 class EventLines:
-    """One line for each event that one should not miss. Of errors only the first few: the output has them all."""
+    """One line for each event that one should not miss.
 
-    def __init__(self, console: Console) -> None:
+    Of errors only the first few, since the output has them all; `every_error` is for when there is none.
+    """
+
+    def __init__(self, console: Console, *, every_error: bool = False) -> None:
         self._console = console
-        self._errors = 0
+        self._every_error = every_error
+        self._errors = self._shared = 0
 
     def on_event(self, event: Event) -> None:
         """Take one event in."""
         match event:
             case RowEnded(error=str(message)):
                 self._errors += 1
-                if self._errors <= ERRORS_SHOWN:
-                    name = f" ({event.custom_id})" if event.custom_id is not None else ""
+                if self._every_error or self._errors <= ERRORS_SHOWN:
+                    name = f" ({_short(event.custom_id)})" if event.custom_id is not None else ""
                     self._say(f"line {event.line}{name}: {message.removeprefix(f'line {event.line}: ')}")
                 elif self._errors == ERRORS_SHOWN + 1:
                     self._say("more rows failed; the output says which and why")
-            case RowsChecked():
-                self._say(f"{event.rows:,} rows checked")
+            case SharedId():
+                self._shared += 1
+                if self._every_error or self._shared <= ERRORS_SHOWN:
+                    self._say(
+                        f"line {event.line}: another row has the custom_id {_short(event.custom_id)} too, one of the "
+                        "two by its line number; their id fields tell them apart"
+                    )
             case Stopping():
                 self._say(
                     f"stopping: {event.in_flight} rows in flight have {quantities.duration(event.grace_s)}; "
@@ -82,14 +93,24 @@ class EventLines:
         self._console.print(Text(one_line(line)), soft_wrap=True)
 
 
+def _short(custom_id: str) -> str:
+    return custom_id if len(custom_id) <= ID_SHOWN else f"{custom_id[: ID_SHOWN - 1]}…"
+
+
 class BatchDisplay:
     """Paints snapshots on a clock; run `keep_painting` as a task beside the batch.
 
-    A context manager, which leaves the terminal as it found it.
+    A context manager, which leaves the terminal as it found it. With `live` false it prints plain lines on a terminal
+    too: where something else writes to it, a bar would overwrite that.
     """
 
     def __init__(
-        self, console: Console, snapshot: Callable[[], Snapshot], stats: Callable[[], Stats | None] = lambda: None
+        self,
+        console: Console,
+        snapshot: Callable[[], Snapshot],
+        stats: Callable[[], Stats | None] = lambda: None,
+        *,
+        live: bool = True,
     ) -> None:
         self._console = console
         self._snapshot = snapshot
@@ -103,7 +124,7 @@ class BatchDisplay:
                 transient=True,
                 redirect_stdout=False,
             )
-            if console.is_terminal
+            if live and console.is_terminal
             else None
         )
 
@@ -140,22 +161,21 @@ class BatchDisplay:
             line.truncate(width, overflow="ellipsis")
         return Group(*lines)
 
-    def _bar(self, snapshot: Snapshot, room: int) -> list[tuple[str, str]]:
+    def _bar(self, snapshot: Snapshot, room: int) -> list[Text | str]:
         cells = min(room, 40)
         if not snapshot.total or cells < _MIN_BAR:
             return []
-        filled = cells * min(snapshot.done, snapshot.total) // snapshot.total
-        return [("━" * filled, "cyan"), ("━" * (cells - filled) + " ", "bright_black")]
+        return [bar(snapshot.done, snapshot.total, cells), " "]
 
     def _parts(self, snapshot: Snapshot) -> list[str]:
         stats = self._stats()
         self._rates.add(stats)
-        prompt, output = self._rates.rates() or (snapshot.prompt_rate, snapshot.output_rate)
+        rates = self._rates.rates() or snapshot.rates
         share = f" ({snapshot.done * 100 // snapshot.total}%)" if snapshot.total else ""
         of = f"/{snapshot.total:,}" if snapshot.total is not None else ""
         parts = [f"{snapshot.done:,}{of} rows{share}", f"{snapshot.failed:,} errors"]
-        parts.append(f"in {quantities.rate(prompt)} tok/s")
-        parts.append(f"out {quantities.rate(output)} tok/s")
+        if rates is not None:
+            parts += [f"in {quantities.rate(rates[0])} tok/s", f"out {quantities.rate(rates[1])} tok/s"]
         if stats is not None:
             parts.append(f"KV {stats.kv.in_use / max(1, stats.kv.total):.0%}")
         if snapshot.stopping:
@@ -169,18 +189,22 @@ def summary_lines(summary: Summary, *, dry_run: bool = False) -> list[str]:
     """What a run came to, for people."""
     prompt = f"{summary.prompt_tokens:,} in"
     if dry_run:
+        end = "stopped" if summary.failed_with else "checked"
         valid = f"{summary.ok:,} rows can run, {summary.failed:,} can not"
-        return [f"{valid}: {prompt}", "nothing was run (--dry-run)"]
-    end = "interrupted" if summary.interrupted else "done"
+        return [f"{end}: {valid}; {prompt}", "nothing was run (--dry-run)"]
+    end = "failed" if summary.failed_with else "interrupted" if summary.interrupted else "done"
+    skipped = f"{summary.skipped:,} skipped as finished earlier"
+    if summary.skipped_failed:
+        skipped += f" ({summary.skipped_failed:,} of them errors: --retry-errors runs them again)"
     lines = [
-        f"{end}: {summary.ok:,} ok, {summary.failed:,} failed, {summary.skipped:,} skipped as finished earlier, "
-        f"in {quantities.duration(summary.wall_s)}",
+        f"{end}: {summary.ok:,} ok, {summary.failed:,} failed, {skipped}, in {quantities.duration(summary.wall_s)}",
         f"tokens: {prompt} ({summary.cached_tokens:,} reused from cache), {summary.output_tokens:,} out, "
         f"{quantities.rate(summary.output_rate)} out tok/s",
-        f"output: {summary.output}",
     ]
-    if summary.interrupted:
-        lines.append("run the same command again to go on")
+    if summary.output:
+        lines.append(f"output: {summary.output}")
+        if summary.interrupted or summary.failed_with:
+            lines.append("finished rows are safe: run the same command again to go on")
     return [one_line(line) for line in lines]
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from corellm.comms.messages import EngineInfo, Progress
 
 from . import quantities
+from .bar import bar
 from .foreign import one_line
 
 PLAIN_INTERVAL_S = 10.0
@@ -141,8 +142,7 @@ class StartupDisplay:
         mark, style = ("✗", "red") if failed else ("•", "cyan") if stage.ended is None else ("✓", "green")
         line = Text.assemble((mark, style), f" {one_line(stage.name):<16} ")
         if stage.ended is None and stage.total and stage.unit and width >= 70:
-            filled = _BAR_CELLS * min(stage.done, stage.total) // stage.total
-            line.append("━" * filled, "cyan").append("━" * (_BAR_CELLS - filled), "bright_black").append(" ")
+            line.append(bar(stage.done, stage.total, _BAR_CELLS)).append(" ")
         line.append(one_line(stage.describe(now)), "dim")
         line.truncate(width, overflow="ellipsis")
         return line

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from uuid import uuid4
 
 from corellm.batch.engine_api import Generator, Vocabulary
@@ -81,10 +82,18 @@ class Answerer:
     async def _complete_all(self, prepared: PreparedRow) -> Sequence[Sequence[Completion]]:
         """The answers, [prompt][choice]. Raises the gravest error only when none of them runs any more."""
         n = prepared.generation.n
-        results = await asyncio.gather(
-            *(self._complete(prepared, index, choice) for index in range(len(prepared.prompts)) for choice in range(n)),
-            return_exceptions=True,
-        )
+        tasks: list[asyncio.Task[Completion]] = []
+        try:
+            for index, choice in product(range(len(prepared.prompts)), range(n)):
+                # The seat comes before the task: however many answers a row asks for, no more tasks run than seats.
+                await self._seats.acquire()
+                tasks.append(asyncio.create_task(self._complete(prepared, index, choice)))
+                tasks[-1].add_done_callback(self._leave_seat)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
             raise next(
@@ -96,13 +105,15 @@ class Answerer:
 
     async def _complete(self, prepared: PreparedRow, index: int, choice: int) -> Completion:
         generation = prepared.generation
-        async with self._seats:
-            return await self._engine.complete(
-                prepared.prompts[index],
-                generation.choice_params(choice),
-                priority=max(BATCH_PRIORITY, generation.priority or 0),
-                cache_salt=generation.cache_salt,
-            )
+        return await self._engine.complete(
+            prepared.prompts[index],
+            generation.choice_params(choice),
+            priority=max(BATCH_PRIORITY, generation.priority or 0),
+            cache_salt=generation.cache_salt,
+        )
+
+    def _leave_seat(self, _: asyncio.Task[Completion]) -> None:
+        self._seats.release()
 
 
 def _nameless(token_id: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,16 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     version: int = FORMAT
     input_sha256: str
     input_size: int | None  # bytes; None for a stream
-    model: str
-    dtype: str
+    model: dict[str, Any]
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, survey: Survey | None, *, model: str, dtype: str, settings: dict[str, Any]) -> Fingerprint:
-        """The fingerprint of a run. `settings` may hold what JSON can."""
+    def of(cls, survey: Survey | None, *, model: Mapping[str, Any], settings: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint of a run. `model` is `model_identity`'s; both mappings may hold what JSON can."""
         return cls(
             input_sha256=survey.sha256 if survey else STREAM,
             input_size=survey.size if survey else None,
-            model=model,
-            dtype=dtype,
+            model=msgspec.json.decode(msgspec.json.encode(model)),
             settings=msgspec.json.decode(msgspec.json.encode(settings)),
         )
 
@@ -47,9 +46,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 def _flat(fingerprint: Fingerprint) -> dict[str, str]:
     fields = msgspec.structs.asdict(fingerprint)
-    settings = fields.pop("settings")
-    flat = {name: str(value) for name, value in fields.items()}
-    return flat | {f"settings.{name}": str(value) for name, value in settings.items() if value is not None}
+    flat = {**fields.pop("model"), **{f"settings.{name}": value for name, value in fields.pop("settings").items()}}
+    return {name: str(value) for name, value in {**fields, **flat}.items() if value is not None}
 
 
 def sidecar(output: Path) -> Path:

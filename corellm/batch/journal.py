@@ -39,8 +39,17 @@ class Journal:
         self._lock = lock  # None: the output is a stream
         self._size = size  # bytes of whole rows
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the output is no file: a write may then wait for a reader, and nothing can be resumed."""
+        return self._lock is None
+
+    @property
+    def is_terminal(self) -> bool:
+        return os.isatty(self._fd)
+
     def append(self, row: bytes) -> None:
-        """Write one row and its line end.
+        """Write one row and its line end. Blocks while a stream's reader does not read.
 
         Raises `BatchError` when the row cannot be written; a part of it that got written is taken back.
         """

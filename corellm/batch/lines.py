@@ -5,21 +5,32 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from corellm.comms.messages import Progress
 from corellm.errors import BatchError
+
+Report = Callable[[Progress], None]
+
+
+def _ignore(progress: Progress) -> None:
+    """For a caller that does not watch."""
+
 
 STDIN = "-"
 MAX_LINE_BYTES = 64 << 20
+STAGE = "check files"  # of a start: the input, then the output
 _CHUNK = 1 << 20
+_COUNT_STEP = 1 << 14  # rows between two reports
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -61,7 +72,7 @@ class Source:
         if name != STDIN and (path.is_dir() or not path.exists()):
             what = "is a folder" if path.is_dir() else "is not there"
             raise BatchError(f"the input {name} {what}; give a JSONL file, or - for standard input")
-        self.is_stream = name == STDIN or not path.is_file()
+        self.is_stream = is_stream(name)
 
     def lines(self) -> Iterator[Line]:
         """Every line that is not blank. Splits at newlines alone; a byte order mark at the start is dropped."""
@@ -73,17 +84,29 @@ class Source:
         except OSError as error:
             raise _unreadable(self.name, error) from None
 
-    def survey(self) -> Survey | None:
-        """Reads a file from end to end; None for a stream."""
+    def survey(self, report: Report = _ignore) -> Survey | None:
+        """Reads a file from end to end, twice; None for a stream."""
         if self.is_stream:
             return None
+        digest, read = hashlib.sha256(), 0
         try:
             with open(self.name, "rb") as raw:
-                sha256 = hashlib.file_digest(raw, "sha256").hexdigest()
-                size = raw.tell()
+                size = os.fstat(raw.fileno()).st_size
+                while chunk := raw.read(_CHUNK):
+                    digest.update(chunk)
+                    read += len(chunk)
+                    report(Progress(stage=STAGE, detail="read", done=read, total=size, unit="B"))
         except OSError as error:
             raise _unreadable(self.name, error) from None
-        return Survey(sha256, size, sum(1 for _ in self.lines()))
+        return Survey(digest.hexdigest(), read, self._count(report))
+
+    def _count(self, report: Report) -> int:
+        rows = 0
+        for rows, _ in enumerate(self.lines(), 1):
+            if rows % _COUNT_STEP == 0:
+                report(Progress(stage=STAGE, detail="count", done=rows, unit="rows"))
+        report(Progress(stage=STAGE, detail="count", done=rows, unit="rows"))
+        return rows
 
     def spool(self) -> None:
         """Copy a stream to an unnamed temporary file, so that it can be read more than once."""
@@ -115,6 +138,11 @@ class Source:
         else:
             with open(self.name, "rb") as raw:
                 yield raw
+
+
+def is_stream(name: str) -> bool:
+    """Whether an input that exists is standard input, a named pipe or the like: it can be read once only."""
+    return name == STDIN or not Path(name).is_file()
 
 
 def _unreadable(name: str, error: OSError) -> BatchError:

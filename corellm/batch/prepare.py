@@ -16,8 +16,6 @@ from corellm.errors import BatchError, InvalidRequestError, PromptTooLongError
 from corellm.openai_api.fields import Endpoint
 from corellm.openai_api.requests import ChatRequest, CompletionRequest, Generation, parse_request
 
-CHECK_STEP = 256  # rows
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
@@ -119,6 +117,7 @@ class Pipeline:
     ) -> None:
         self.rows = 0
         self.skipped = 0
+        self.skipped_failed = 0  # of these, the error rows
         self._source = source
         self._preparer = preparer
         self._limit = limit
@@ -147,17 +146,4 @@ class Pipeline:
                 "use --restart to begin anew, or -o to write elsewhere"
             )
         self.skipped += 1
-
-
-def checked(pipeline: Pipeline) -> Iterator[int]:
-    """Prepare every row of an input for `--strict`; yields now and then how many are checked.
-
-    Raises `BatchError`, naming the line, at the first row that can not run.
-    """
-    for outcome in pipeline:
-        if isinstance(outcome, RowError):
-            raise BatchError(f"--strict: line {outcome.line}: {outcome.message}")
-        if isinstance(outcome, RefusedRow):
-            raise BatchError(f"--strict: line {outcome.row.line}: {outcome.error.message}")
-        if pipeline.rows % CHECK_STEP == 0:
-            yield pipeline.rows
+        self.skipped_failed += self._finished.failed(row.line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_MEASURED_S = 0.5  # a pace measured over less is noise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
@@ -13,6 +15,7 @@ class Snapshot:
     ok: int
     failed: int
     skipped: int  # finished by an earlier run
+    skipped_failed: int  # of these, the error rows
     in_flight: int  # rows
     prompt_tokens: int
     cached_tokens: int  # of the prompt tokens, reused from the cache
@@ -26,54 +29,45 @@ class Snapshot:
         return self.ok + self.failed + self.skipped
 
     @property
-    def prompt_rate(self) -> float:
-        """Prompt tokens a second, of finished rows."""
-        return self.prompt_tokens / self.elapsed_s if self.elapsed_s else 0.0
-
-    @property
-    def output_rate(self) -> float:
-        """Output tokens a second, of finished rows."""
-        return self.output_tokens / self.elapsed_s if self.elapsed_s else 0.0
+    def rates(self) -> tuple[float, float] | None:
+        """(prompt, output) tokens a second, of finished rows; None before they mean something."""
+        if self.elapsed_s < MIN_MEASURED_S:
+            return None
+        return self.prompt_tokens / self.elapsed_s, self.output_tokens / self.elapsed_s
 
     @property
     def eta_s(self) -> float | None:
         """Seconds until the last row at the pace so far; None before there is a pace, or where the total is unknown."""
         ran = self.ok + self.failed
-        if self.total is None or not ran:
+        if self.total is None or not ran or self.elapsed_s < MIN_MEASURED_S:
             return None
         return max(0, self.total - self.done) * self.elapsed_s / ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The end of a run. `interrupted`: it was stopped, and the same command goes on with it."""
+    """The end of a run, or of a check of its input.
 
-    ok: int
-    failed: int
-    skipped: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    wall_s: float
-    output: str  # path, "stdout", or "" for a dry run
+    `interrupted`: it was stopped, and the same command goes on with it. `failed_with` is the code of the error that
+    ended it.
+    """
+
+    ok: int = 0
+    failed: int = 0
+    skipped: int = 0  # finished by an earlier run
+    skipped_failed: int = 0  # of these, the error rows
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    wall_s: float = 0.0
+    output: str = ""  # path, "stdout", or "" where nothing was opened
     interrupted: bool = False
+    failed_with: str | None = None
 
     @property
     def output_rate(self) -> float:
         """Output tokens a second."""
         return self.output_tokens / self.wall_s if self.wall_s else 0.0
-
-    @property
-    def prompt_rate(self) -> float:
-        """Prompt tokens a second, cached ones included."""
-        return self.prompt_tokens / self.wall_s if self.wall_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RowsChecked:
-    """Event: `--strict` has checked so many rows."""
-
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,4 +87,12 @@ class Stopping:
     grace_s: float
 
 
-Event = RowsChecked | RowEnded | Stopping
+@dataclass(frozen=True, slots=True)
+class SharedId:
+    """Event: a row that has no `custom_id` is called like another that gives this one."""
+
+    line: int
+    custom_id: str
+
+
+Event = RowEnded | Stopping | SharedId

@@ -39,28 +39,34 @@ class _OutputLine(msgspec.Struct):
         return self.error is not None or self.response is None or self.response.status_code >= 400
 
 
+_OPEN, _ANSWERED, _FAILED = range(3)
+
+
 class FinishedRows:
     """The input lines that have an output row, with the CRC-32 they had: 5 bytes for each line up to the last one."""
 
     def __init__(self) -> None:
-        self._known: npt.NDArray[np.bool_] = np.zeros(FIRST_LINES, np.bool_)
+        self._states: npt.NDArray[np.uint8] = np.zeros(FIRST_LINES, np.uint8)
         self._crcs: npt.NDArray[np.uint32] = np.zeros(FIRST_LINES, np.uint32)
         self.count = 0
-        self.failed = 0
 
     def __contains__(self, line: int) -> bool:
-        return line < len(self._known) and bool(self._known[line])
+        return line < len(self._states) and self._states[line] != _OPEN
 
     def crc(self, line: int) -> int:
         """Of a line that is in here."""
         return int(self._crcs[line])
 
-    def add(self, line: int, crc: int) -> None:
-        if line >= len(self._known):
-            more = max(line + 1 - len(self._known), len(self._known))
-            self._known = np.concatenate([self._known, np.zeros(more, np.bool_)])
+    def failed(self, line: int) -> bool:
+        """Whether the output row of a line that is in here is an error."""
+        return bool(self._states[line] == _FAILED)
+
+    def add(self, line: int, crc: int, *, failed: bool = False) -> None:
+        if line >= len(self._states):
+            more = max(line + 1 - len(self._states), len(self._states))
+            self._states = np.concatenate([self._states, np.zeros(more, np.uint8)])
             self._crcs = np.concatenate([self._crcs, np.zeros(more, np.uint32)])
-        self._known[line] = True
+        self._states[line] = _FAILED if failed else _ANSWERED
         self._crcs[line] = crc
         self.count += 1
 
@@ -95,8 +101,7 @@ def recover(output: Path) -> Recovered:
                 raise BatchError(
                     f"{output} has two rows for line {row.line} of the input; remove one of them, or use --restart"
                 )
-            found.finished.add(row.line, row.crc)
-            found.finished.failed += row.failed
+            found.finished.add(row.line, row.crc, failed=row.failed)
             found.size += len(row.raw)
     return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,29 +19,37 @@ DUPLICATE_ID = "duplicate_custom_id"
 
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+_BYTE = re.compile(r"\(byte (\d+)\)")
 _SHORT_FORMS = {"messages": Endpoint.CHAT, "prompt": Endpoint.COMPLETIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request of the input. `crc` is the CRC-32 of its raw line."""
+    """One request of the input. `crc` is the CRC-32 of its raw line.
+
+    `named` says that `custom_id` is the input's and not made from the line's number. `shared` says that a row which is
+    named and one which is not have the same.
+    """
 
     line: int
     crc: int
     custom_id: str
     endpoint: Endpoint
     body: Mapping[str, Any]
+    named: bool = True
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RowError:
-    """A line of the input that is no request: why, and its `custom_id` if it has one."""
+    """A line of the input that is no request: why, and its `custom_id` if one is known (see `Row`)."""
 
     line: int
     crc: int
     custom_id: str | None
     code: str
     message: str
+    named: bool = True
 
 
 class _Refused(Exception):
@@ -48,27 +57,44 @@ class _Refused(Exception):
 
 
 def read_rows(lines: Iterator[Line]) -> Iterator[Row | RowError]:
-    """Every line as a row or the reason why not, in order. The second row of a `custom_id` is an error."""
-    seen = UniqueIds()
+    """Every line as a row or the reason why not, in order.
+
+    The second row that gives a `custom_id` is an error, also where the first is no request. Ids made from line numbers
+    take part in this on neither side; a row that meets one of its own name is only marked as `shared`.
+    """
+    given, made = UniqueIds(), UniqueIds()
     for line in lines:
         row = parse_row(line)
-        if isinstance(row, Row) and not seen.add(row.custom_id):
-            message = f"custom_id {shown(row.custom_id)} is that of an earlier row; each row needs its own"
-            yield RowError(row.line, row.crc, row.custom_id, DUPLICATE_ID, message)
-        else:
+        if row.custom_id is None:
             yield row
+        elif not row.named:
+            made.add(row.custom_id)
+            yield replace(row, shared=True) if isinstance(row, Row) and row.custom_id in given else row
+        elif not given.add(row.custom_id):
+            yield _duplicate(row, row.custom_id)
+        else:
+            yield replace(row, shared=True) if isinstance(row, Row) and row.custom_id in made else row
+
+
+def _duplicate(row: Row | RowError, custom_id: str) -> RowError:
+    if isinstance(row, RowError):
+        return row
+    message = f"custom_id {shown(custom_id)} is that of an earlier row; each row needs its own"
+    return RowError(row.line, row.crc, custom_id, DUPLICATE_ID, message)
 
 
 def parse_row(line: Line) -> Row | RowError:
     """One line as a row; never raises for what the line holds."""
     custom_id: str | None = None
+    named = True
     try:
         fields = _object(line)
         custom_id = _custom_id(fields, line.number)
+        named = fields.get("custom_id") is not None
         endpoint, body = _request(fields)
     except _Refused as refused:
-        return RowError(line.number, line.crc, custom_id, ROW_INVALID, str(refused))
-    return Row(line.number, line.crc, custom_id, endpoint, body)
+        return RowError(line.number, line.crc, custom_id, ROW_INVALID, str(refused), named)
+    return Row(line.number, line.crc, custom_id, endpoint, body, named)
 
 
 def _object(line: Line) -> dict[str, Any]:
@@ -77,12 +103,20 @@ def _object(line: Line) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(line.data.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _Refused(f"the line is not UTF-8 (byte {error.start}: {error.reason})") from None
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise _Refused(f"the line is not JSON: {error}") from None
+        raise _Refused(f"the line is not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    except RecursionError:
+        raise _Refused("the line is nested too deeply; a request needs few levels") from None
+    except msgspec.DecodeError as error:
+        raise _Refused(f"the line is not JSON: {_json_fault(str(error))}") from None
     if not isinstance(value, dict):
         raise _Refused(f"the line holds {shown(value)}; it must be a JSON object")
     return value
+
+
+def _json_fault(reason: str) -> str:
+    """Where the text stops being JSON. The decoder's own reasons do not always name the right fault."""
+    position = _BYTE.search(reason)
+    return f"it goes wrong at byte {position[1]}" if position else "it is cut off, or holds a number out of range"
 
 
 def _custom_id(fields: dict[str, Any], line: int) -> str:
@@ -111,10 +145,14 @@ def _openai_line(fields: dict[str, Any]) -> tuple[Endpoint, Mapping[str, Any]]:
             raise _Refused(f"{shown(name)} is not a field of a batch line; put it inside body, or remove it")
     method, url, body = (fields.get(name) for name in ("method", "url", "body"))
     if method != "POST":
-        raise _Refused(f"method is {shown(method)}; it must be 'POST'")
+        raise _Refused(f'method is {_found(fields, "method")}; it must be "POST"')
     endpoint = _ENDPOINTS.get(url) if isinstance(url, str) else None
     if endpoint is None:
-        raise _Refused(f"url is {shown(url)}; it must be one of {', '.join(_ENDPOINTS)}")
+        raise _Refused(f"url is {_found(fields, 'url')}; it must be one of {', '.join(_ENDPOINTS)}")
     if not isinstance(body, dict):
-        raise _Refused(f"body is {shown(body)}; it must be an object")
+        raise _Refused(f"body is {_found(fields, 'body')}; it must be an object")
     return endpoint, body
+
+
+def _found(fields: dict[str, Any], name: str) -> str:
+    return shown(fields[name]) if name in fields else "missing"

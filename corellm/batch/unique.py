@@ -22,10 +22,12 @@ class UniqueIds:
     def __len__(self) -> int:
         return self._count
 
+    def __contains__(self, text: str) -> bool:
+        return _find(self._slots, _digest(text))[1]
+
     def add(self, text: str) -> bool:
         """Whether the id is new; it is remembered."""
-        digest = int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") or 1
-        if not _insert(self._slots, digest):
+        if not _insert(self._slots, _digest(text)):
             return False
         self._count += 1
         if self._count > MAX_LOAD * len(self._slots):
@@ -40,13 +42,23 @@ class UniqueIds:
         self._slots = larger
 
 
-def _insert(slots: array[int], digest: int) -> bool:
-    """Put the digest into its slot; False if it is there already."""
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") or 1
+
+
+def _find(slots: array[int], digest: int) -> tuple[int, bool]:
+    """The slot of a digest, and whether the digest is in it."""
     mask = len(slots) - 1
     index = digest & mask
     while slots[index]:
         if slots[index] == digest:
-            return False
+            return index, True
         index = (index + 1) & mask
+    return index, False
+
+
+def _insert(slots: array[int], digest: int) -> bool:
+    """Put the digest into its slot; False if it is there already."""
+    index, there = _find(slots, digest)
     slots[index] = digest
-    return True
+    return not there

@@ -6,6 +6,7 @@ the field, when the value is of the wrong type or out of range.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -21,13 +22,17 @@ MAX_SHOWN_BITS = 256  # of an integer: Python refuses to print huge ones
 
 
 def shown(value: Any) -> str:
-    """The value for a message on one line, cut when it is long."""
+    """The value as JSON writes it, for a message on one line; cut when it is long."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | dict):
         kind = "a list" if isinstance(value, list) else "an object"
-        return f"{kind} with {len(value)} entries" if value else f"an empty {kind.split()[1]}"
-    text = repr(value if not isinstance(value, str) else value[: MAX_SHOWN + 1])
+        return (
+            f"{kind} with {len(value)} {'entry' if len(value) == 1 else 'entries'}"
+            if value
+            else f"an empty {kind.split()[1]}"
+        )
+    text = json.dumps(value[: MAX_SHOWN + 1] if isinstance(value, str) else value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
@@ -134,7 +139,7 @@ def conversation(name: str, value: Any) -> list[dict[str, Any]]:
     return value
 
 
-def stream_options(name: str, value: Any) -> dict[str, bool]:
+def stream_options(name: str, value: Any) -> dict[str, Any]:
     known = ("include_usage", "continuous_usage_stats", "include_obfuscation")
     if not isinstance(value, dict):
         refuse(name, value, f"an object with any of {', '.join(known)}")
@@ -143,4 +148,4 @@ def stream_options(name: str, value: Any) -> dict[str, bool]:
             raise InvalidRequestError(f"{name}.{shown(key)} is unknown; known are {', '.join(known)}", name)
         if entry is not None:
             boolean(f"{name}.{key}", entry)
-    return {key: bool(entry) for key, entry in value.items()}
+    return value

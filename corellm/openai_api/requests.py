@@ -12,6 +12,7 @@ from corellm.sampling_params import SamplingParams
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat fills the context
 MAX_SEED = 2**63 - 1
+MAX_ANSWERS = 2048  # of one request: its prompts times n
 
 NO_DEFAULTS: Mapping[str, Any] = {}
 
@@ -24,8 +25,6 @@ class Generation:
     model: str | None = None
     n: int = 1  # choices for each prompt
     stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
     priority: int | None = None
     cache_salt: str = ""
 
@@ -104,10 +103,15 @@ def _chat(values: dict[str, Any]) -> ChatRequest:
 def _completion(values: dict[str, Any]) -> CompletionRequest:
     if "prompt" not in values:
         raise InvalidRequestError("prompt is missing; give a string, token ids, or a list of either", "prompt")
-    return CompletionRequest(
-        prompts=values["prompt"],
-        generation=_generation(values, Endpoint.COMPLETIONS, logprobs=values.get("logprobs")),
-    )
+    prompts = values["prompt"]
+    generation = _generation(values, Endpoint.COMPLETIONS, logprobs=values.get("logprobs"))
+    if len(prompts) * generation.n > MAX_ANSWERS:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompts)} prompts and n is {generation.n}, {len(prompts) * generation.n} answers "
+            f"together; a request may have {MAX_ANSWERS}: split it",
+            "prompt",
+        )
+    return CompletionRequest(prompts=prompts, generation=generation)
 
 
 def _generation(values: dict[str, Any], endpoint: Endpoint, logprobs: int | None) -> Generation:
@@ -119,16 +123,13 @@ def _generation(values: dict[str, Any], endpoint: Endpoint, logprobs: int | None
             f"best_of is {values['best_of']} and n is {n}; only best_of = n is supported", "best_of"
         )
     stream = values.get("stream", False)
-    stream_options = values.get("stream_options", {})
-    if stream_options and not stream:
+    if values.get("stream_options") and not stream:
         raise InvalidRequestError("stream_options is given, but stream is not true; set stream too", "stream_options")
     return Generation(
         params=SamplingParams(max_tokens=_max_tokens(values, endpoint), logprobs=logprobs, **sampling),
         model=values.get("model"),
         n=n,
         stream=stream,
-        include_usage=stream_options.get("include_usage", False),
-        continuous_usage=stream_options.get("continuous_usage_stats", False),
         priority=values.get("priority"),
         cache_salt=values.get("cache_salt", ""),
     )

@@ -32,6 +32,7 @@ def engine_info(max_seqs: int = 4) -> EngineInfo:
         vocab=VOCAB,
         seed=0,
         load_format="dummy",
+        max_request_tokens=MAX_MODEL_LEN,
         startup_s=0.0,
     )
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from corellm.batch.runner import ORDERS, BatchRunner
+from corellm.batch.options import ORDERS
+from corellm.batch.runner import BatchRunner
 from corellm.errors import BatchError, CoreLLMError, EngineDeadError, NumericalError
 from tests.support.fake_text_engine import FakeTextEngine
 from tests.unit.test_batch_runner import Bench
@@ -122,14 +123,17 @@ def test_a_changed_input_is_refused_by_name(tmp_path: Path) -> None:
 
 MILLION_ROWS = """
 import resource, sys
+from corellm.batch.check import InputCheck
 from corellm.batch.engine_api import ModelLimits
 from corellm.batch.lines import Source
-from corellm.batch.runner import BatchOptions, dry_run
+from corellm.batch.options import BatchOptions
 from tests.support.fake_text_engine import FakeTextEngine
 
 source = Source(sys.argv[1])
 assert source.survey().rows == 1_000_001
-summary = dry_run(FakeTextEngine(), ModelLimits(200, 256), source, BatchOptions(), lambda event: None)
+check = InputCheck(FakeTextEngine(), ModelLimits(200, 256), source, BatchOptions(), lambda event: None)
+check.run(lambda progress: None)
+summary = check.summary()
 assert (summary.ok, summary.failed) == (1_000_000, 1), summary
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

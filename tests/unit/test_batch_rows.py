@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from corellm.batch.lines import Line, Source, read_lines
 from corellm.batch.rows import Row, RowError, parse_row, read_rows
 from corellm.batch.unique import UniqueIds
+from corellm.comms.messages import Progress
 from corellm.errors import BatchError
 from corellm.openai_api.fields import Endpoint
 
@@ -61,9 +63,12 @@ def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(gzip.compress(b"a\n") + gzip.compress(b"b\n"))
     assert [line.data for line in Source(str(path)).lines()] == [b"a", b"b"]
-    survey = Source(str(path)).survey()
+    reports: list[Progress] = []
+    survey = Source(str(path)).survey(reports.append)
     assert survey is not None
     assert (survey.rows, survey.size) == (2, path.stat().st_size)
+    assert survey.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [(told.done, told.total, told.unit) for told in reports] == [(survey.size, survey.size, "B"), (2, 0, "rows")]
 
 
 def test_a_damaged_gzip_is_one_line(tmp_path: Path) -> None:
@@ -102,8 +107,9 @@ def test_the_three_forms_of_a_row() -> None:
     assert parsed(data) == Row(7, zlib.crc32(data), "c", Endpoint.CHAT, body)
     short = parsed('{"prompt": "p", "temperature": 0}')
     assert isinstance(short, Row)
-    assert (short.custom_id, short.endpoint, short.body) == (
+    assert (short.custom_id, short.named, short.endpoint, short.body) == (
         "row-7",
+        False,
         Endpoint.COMPLETIONS,
         {"prompt": "p", "temperature": 0},
     )
@@ -113,24 +119,30 @@ def test_the_three_forms_of_a_row() -> None:
 
 
 BAD_LINES = [
-    (b"{", None, "not JSON"),
+    (b"{", None, "not JSON: it is cut off"),
     (b'{"prompt": "\xff"}', None, "not UTF-8"),
     (b'{"prompt": "\\ud800 alone"}', None, "not JSON"),
-    (b"[" * 100_000, None, "not JSON"),
-    (b'{"prompt": NaN}', None, "not JSON"),
+    (b"[" * 100_000, None, "nested too deeply"),
+    (b'{"prompt": NaN}', None, "not JSON: it goes wrong at byte 11"),
+    (b'{"custom_id": "c", "method": "POST", "url": null, "body": {}}', "c", "url is null"),
+    (b'{"custom_id": true, "prompt": "a"}', None, "custom_id is true"),
     (b'{"prompt": "a"} {"prompt": "b"}', None, "not JSON"),
-    (b"[1]", None, "a list with 1 entries"),
-    (b"null", None, "holds None"),
+    (b"[1]", None, "a list with 1 entry;"),
+    (b"null", None, "holds null"),
     (b"{}", "row-7", "none of body, prompt and messages"),
     (b'{"custom_id": 5, "prompt": "a"}', None, "custom_id is 5"),
     (b'{"prompt": "a", "messages": []}', "row-7", "both prompt and messages"),
-    (b'{"custom_id": "c", "method": "GET", "url": "/v1/completions", "body": {}}', "c", "method is 'GET'"),
-    (b'{"custom_id": "c", "url": "/v1/completions", "body": {}}', "c", "method is None"),
-    (b'{"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": {}}', "c", "url is '/v1/embeddings'"),
+    (
+        b'{"custom_id": "c", "method": "GET", "url": "/v1/completions", "body": {}}',
+        "c",
+        'method is "GET"; it must be "POST"',
+    ),
+    (b'{"custom_id": "c", "url": "/v1/completions", "body": {}}', "c", "method is missing"),
+    (b'{"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": {}}', "c", 'url is "/v1/embeddings"'),
     (b'{"custom_id": "c", "method": "POST", "url": ["x"], "body": {}}', "c", "url is a list"),
-    (b'{"custom_id": "c", "method": "POST", "url": "/v1/completions"}', "c", "body is None"),
+    (b'{"custom_id": "c", "method": "POST", "url": "/v1/completions"}', "c", "body is missing"),
     (b'{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": []}', "c", "body is an empty list"),
-    (b'{"method": "POST", "url": "/v1/completions", "body": {}, "n": 2}', "row-7", "'n' is not a field"),
+    (b'{"method": "POST", "url": "/v1/completions", "body": {}, "n": 2}', "row-7", '"n" is not a field'),
 ]
 
 
@@ -143,17 +155,30 @@ def test_a_line_that_is_no_row_says_why(line: bytes, custom_id: str | None, reas
     assert "\n" not in row.message
 
 
+def kinds(*rows: object) -> list[str]:
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    found = list(read_rows(read_lines(io.BytesIO(data))))
+    return [row.code if isinstance(row, RowError) else "shared" if row.shared else "ok" for row in found]
+
+
 def test_the_second_row_of_an_id_is_an_error_and_the_first_runs() -> None:
-    data = b'{"custom_id":"a","prompt":"1"}\n{"custom_id":"a","prompt":"2"}\n{"custom_id":"row-4","prompt":"3"}\n'
-    data += b'{"prompt":"4"}\n{"custom_id":"a"}\n'
-    rows = list(read_rows(read_lines(io.BytesIO(data))))
-    assert [row.code if isinstance(row, RowError) else "ok" for row in rows] == [
-        "ok",
-        "duplicate_custom_id",
-        "ok",
-        "duplicate_custom_id",
-        "row_invalid",
-    ]
+    a, b = {"custom_id": "a", "prompt": "1"}, {"custom_id": "b", "prompt": "2"}
+    assert kinds(a, a, b, a) == ["ok", "duplicate_custom_id", "ok", "duplicate_custom_id"]
+
+
+def test_an_id_counts_also_where_its_row_is_no_request() -> None:
+    bad, good = {"custom_id": "a"}, {"custom_id": "a", "prompt": "1"}
+    assert kinds(bad, good) == ["row_invalid", "duplicate_custom_id"]
+    assert kinds(good, bad) == ["ok", "row_invalid"]
+
+
+def test_an_id_made_from_a_line_number_makes_no_row_a_duplicate_and_is_marked() -> None:
+    without = {"prompt": "1"}
+    assert kinds(without, {"custom_id": "row-1", "prompt": "2"}) == ["ok", "shared"]
+    assert kinds({"custom_id": "row-2", "prompt": "1"}, without) == ["ok", "shared"]
+    assert kinds({}, {"custom_id": "row-1", "prompt": "2"}) == ["row_invalid", "shared"]
+    assert kinds(without, {"custom_id": "row-3", "prompt": "2"}) == ["ok", "ok"]
+    assert kinds({"custom_id": None, "prompt": "1"}, without) == ["ok", "ok"]
 
 
 @given(st.lists(st.text(max_size=3)))
@@ -163,6 +188,8 @@ def test_unique_ids_are_a_set(texts: list[str]) -> None:
     for text in texts:
         assert ids.add(text) == (text not in seen)
         seen.add(text)
+        assert text in ids
+        assert f"{text}-" not in ids or f"{text}-" in seen
     assert len(ids) == len(seen)
 
 

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import openai.types
 import openai.types.chat
 import pytest
 
+from corellm.batch.check import InputCheck
 from corellm.batch.engine_api import ModelLimits
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.journal import open_journal
 from corellm.batch.lines import Source
-from corellm.batch.progress import Event, RowEnded, RowsChecked, Stopping, Summary
-from corellm.batch.runner import BatchOptions, BatchRunner, dry_run
+from corellm.batch.options import BatchOptions
+from corellm.batch.progress import Event, RowEnded, SharedId, Stopping, Summary
+from corellm.batch.runner import MAX_UNWRITTEN, BatchRunner
+from corellm.comms.messages import Progress
 from corellm.errors import BatchError, EngineDeadError, InvalidRequestError, NumericalError, OptionError
 from tests.support.fake_text_engine import FakeTextEngine
 
@@ -65,7 +70,7 @@ class Bench:
         source = Source(str(self.source))
         survey = source.survey()
         assert survey is not None
-        fingerprint = Fingerprint.of(survey, model="m", dtype="float32", settings=options.settings())
+        fingerprint = Fingerprint.of(survey, model={"model": "m"}, settings=options.settings())
         with open_journal(
             str(self.output), fingerprint, source=source.name, restart=restart, retry_errors=retry_errors
         ) as journal:
@@ -268,32 +273,81 @@ def test_retry_errors_runs_failed_rows_alone(tmp_path: Path) -> None:
     assert [bench.by_line()[line]["response"] is not None for line in range(1, 7)] == [True] * 5 + [False]
 
 
-def test_strict_stops_at_the_first_bad_row_before_any_generation(tmp_path: Path) -> None:
+def check(bench: Bench, engine: FakeTextEngine, **options: Any) -> InputCheck:
+    limits = ModelLimits(200, 256)
+    return InputCheck(engine, limits, Source(str(bench.source)), BatchOptions(**options), bench.events.append)
+
+
+def test_a_strict_check_stops_at_the_first_bad_row(tmp_path: Path) -> None:
     engine = FakeTextEngine()
-    bench = Bench(tmp_path, [*prompts(300), {"prompt": "x", "n": 0}, b"bad"])
+    reports: list[Progress] = []
+    bad = check(Bench(tmp_path, [*prompts(300), {"prompt": "x", "n": 0}, b"bad"]), engine, strict=True)
     with pytest.raises(BatchError, match="--strict: line 301: n is 0"):
-        bench.run(engine, strict=True)
-    assert engine.calls == []
-    assert bench.rows() == []
-    assert RowsChecked(256) in bench.events
+        bad.run(reports.append, 302)
+    assert [(progress.done, progress.total) for progress in reports] == [(0, 302), (256, 302)]
+    assert (bad.summary("batch_failed").ok, bad.summary("batch_failed").failed_with) == (300, "batch_failed")
     bench = Bench(tmp_path, [*prompts(3), prompts(1)[0]])
-    with pytest.raises(BatchError, match="line 4: custom_id 'c0'"):
-        bench.run(engine, strict=True)
-    bench = Bench(tmp_path, prompts(3))
-    assert bench.run(engine, strict=True).ok == 3
+    with pytest.raises(BatchError, match='line 4: custom_id "c0"'):
+        check(bench, engine, strict=True).run(reports.append)
+    good = check(Bench(tmp_path, prompts(3)), engine, strict=True)
+    good.run(reports.append)
+    assert good.summary().ok == 3
+    assert engine.calls == []
 
 
-def test_dry_run_counts_tokens_and_generates_nothing(tmp_path: Path) -> None:
+def test_a_strict_run_stops_at_a_row_that_only_the_engine_finds_too_long(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [{"prompt": "fits"}, {"prompt": "x" * 200}])
+    with pytest.raises(BatchError, match="--strict: line 2: the prompt has 200 tokens"):
+        bench.run(FakeTextEngine(), strict=True)
+    assert bench.by_line().keys() <= {1}
+
+
+def test_a_check_counts_tokens_and_generates_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [{"prompt": "abc"}, b"bad", {"prompt": ["de", "f"]}, {"prompt": "x", "n": 0}])
     engine = FakeTextEngine()
-    source = Source(str(bench.source))
-    summary = dry_run(engine, ModelLimits(200, 256), source, BatchOptions(), bench.events.append)
+    checked = check(bench, engine)
+    checked.run(lambda progress: None)
+    summary = checked.summary()
     assert (summary.ok, summary.failed, summary.prompt_tokens, summary.output_tokens) == (2, 2, 6, 0)
     assert [event.line for event in bench.events if isinstance(event, RowEnded) and event.error] == [2, 4]
     assert engine.calls == []
     assert os.listdir(tmp_path) == ["in.jsonl"]
-    limited = dry_run(engine, ModelLimits(200, 256), source, BatchOptions(limit=1), bench.events.append)
-    assert (limited.ok, limited.failed) == (1, 0)
+    limited = check(bench, engine, limit=1)
+    limited.run(lambda progress: None)
+    assert (limited.summary().ok, limited.summary().failed) == (1, 0)
+
+
+def test_a_made_id_that_a_row_gives_is_said(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [{"prompt": "a"}, {"custom_id": "row-1", "prompt": "b"}, {"prompt": "c"}])
+    assert bench.run(FakeTextEngine()).ok == 3
+    check(bench, FakeTextEngine()).run(lambda progress: None)
+    assert [event for event in bench.events if isinstance(event, SharedId)] == [SharedId(2, "row-1")] * 2
+
+
+def test_the_answers_of_one_row_are_never_more_tasks_than_seats(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [{"prompt": ["a"] * 512, "n": 4}])
+    most = 0
+
+    def tasks(prompt: str) -> float:
+        nonlocal most
+        most = max(most, len(asyncio.all_tasks()))
+        return 0.0
+
+    assert bench.run(FakeTextEngine(delay=tasks), max_in_flight=3).ok == 1
+    assert most < 20
+    assert len(bench.rows()[0]["response"]["body"]["choices"]) == 2048
+
+
+def test_a_row_stopped_while_it_waits_for_seats_leaves_no_task(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [{"prompt": ["a"] * 50}])
+    engine = FakeTextEngine(delay=lambda prompt: 30.0)
+
+    async def stop(runner: BatchRunner) -> None:
+        await asyncio.sleep(0.02)
+        runner.stop_now()
+
+    assert bench.run(engine, max_in_flight=2, meanwhile=stop).interrupted
+    assert engine.cancelled == 2
 
 
 def test_a_stop_lets_rows_in_flight_finish(tmp_path: Path) -> None:
@@ -389,7 +443,7 @@ def test_an_input_that_breaks_midway_ends_the_run_with_its_rows_kept(tmp_path: P
     bench.run(FakeTextEngine(), limit=4)
     lines = bench.source.read_bytes().splitlines(keepends=True)
     source = Source(str(bench.source))
-    fingerprint = Fingerprint.of(None, model="m", dtype="d", settings={})
+    fingerprint = Fingerprint.of(None, model={"model": "m"}, settings={})
 
     def resume(data: bytes) -> None:
         async def go() -> None:
@@ -419,11 +473,12 @@ import asyncio, signal, sys
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.journal import open_journal
 from corellm.batch.lines import Source
-from corellm.batch.runner import BatchOptions, BatchRunner
+from corellm.batch.options import BatchOptions
+from corellm.batch.runner import BatchRunner
 from tests.support.fake_text_engine import FakeTextEngine
 
 async def main() -> None:
-    fingerprint = Fingerprint.of(None, model="m", dtype="d", settings={})
+    fingerprint = Fingerprint.of(None, model={"model": "m"}, settings={})
     with open_journal("-", fingerprint, source="-") as journal:
         runner = BatchRunner(FakeTextEngine(), Source("-"), journal, BatchOptions(), lambda event: None)
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, runner.request_stop)
@@ -451,3 +506,74 @@ def test_rows_of_a_pipe_run_as_they_come_and_a_stop_does_not_wait_for_more() -> 
     finally:
         process.kill()
         process.communicate()
+
+
+async def _run_into(pipe: Path, rows: list[Any], folder: Path, meanwhile: Callable[[BatchRunner], Any]) -> Summary:
+    """A run whose output is a pipe, with `meanwhile` beside it."""
+    bench = Bench(folder, rows)
+    source = Source(str(bench.source))
+    fingerprint = Fingerprint.of(None, model={}, settings={})
+    with open_journal(str(pipe), fingerprint, source=source.name) as journal:
+        runner = BatchRunner(FakeTextEngine(), source, journal, BatchOptions(grace_s=0.1), bench.events.append)
+        helper = asyncio.create_task(meanwhile(runner))
+        summary = await runner.run()
+        await helper
+        return summary
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A named pipe and its reading end."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reader
+    os.close(reader)
+
+
+def test_a_pipe_that_nobody_reads_blocks_neither_the_loop_nor_a_stop(tmp_path: Path, pipe: tuple[Path, int]) -> None:
+    began = time.monotonic()
+    beats = 0
+
+    async def stop(runner: BatchRunner) -> None:
+        nonlocal beats
+        while beats < 20:
+            await asyncio.sleep(0.02)
+            beats += 1
+        assert runner.snapshot().ok < 1500  # what the pipe holds, and no more
+        runner.request_stop()  # the grace alone must be enough
+
+    rows = [{"prompt": "x" * 190, "max_tokens": 1} for _ in range(3000)]
+    summary = asyncio.run(_run_into(pipe[0], rows, tmp_path, stop))
+    assert beats == 20
+    assert summary.interrupted
+    assert 0 < summary.ok < 1500
+    assert time.monotonic() - began < 5
+
+
+def test_admission_waits_for_the_reader_of_a_pipe(tmp_path: Path, pipe: tuple[Path, int]) -> None:
+    admitted: list[int] = []
+    text = b""
+
+    async def read_late(runner: BatchRunner) -> None:
+        nonlocal text
+        await asyncio.sleep(0.3)
+        admitted.append(runner._unwritten.qsize())
+        while text.count(b"\n") < 1500:
+            await asyncio.sleep(0)
+            with suppress(BlockingIOError):
+                text += os.read(pipe[1], 1 << 16)
+
+    rows = [{"prompt": "p", "max_tokens": 1} for _ in range(1500)]
+    summary = asyncio.run(_run_into(pipe[0], rows, tmp_path, read_late))
+    assert summary.ok == 1500
+    assert MAX_UNWRITTEN <= admitted[0] <= MAX_UNWRITTEN + 16
+    assert sorted(int(json.loads(row)["id"].split("_")[2]) for row in text.splitlines()) == list(range(1, 1501))
+
+
+def test_a_reader_that_leaves_ends_the_run(tmp_path: Path, pipe: tuple[Path, int]) -> None:
+    async def leave(runner: BatchRunner) -> None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), pipe[1])
+
+    with pytest.raises(BrokenPipeError):
+        asyncio.run(_run_into(pipe[0], [{"prompt": "p"}] * 3000, tmp_path, leave))

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import corellm.batch.fingerprint
 import corellm_cli.batch_run
-from corellm.batch.engine_api import ModelLimits
+from corellm import found_model, text_engine
 from corellm.comms.messages import Progress
+from corellm.comms.settings import Settings
 from corellm.config import EngineOptions, env_name, flag_name
-from corellm.engine import text_engine
 from corellm.errors import CoreLLMError, EngineDeadError, RequestFailedError
 from corellm_cli.batch import default_output
 from corellm_cli.exit_codes import ExitCode
@@ -58,7 +62,7 @@ def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     for spec in fields(EngineOptions):
         monkeypatch.delenv(env_name(spec.name), raising=False)
     monkeypatch.setenv("NO_COLOR", "1")  # also restores it where a test's --no-color sets it
-    monkeypatch.setattr(text_engine, "gpu_count", lambda: 0)
+    monkeypatch.setattr(found_model, "gpu_count", lambda: 0)
     monkeypatch.chdir(tmp_path)
     logger = logging.getLogger("corellm")
     before = logger.handlers, logger.level, logger.propagate
@@ -72,21 +76,31 @@ def engine() -> Launched:
     return Launched()
 
 
+def settings(given: EngineOptions, folder: Path) -> Settings:
+    """What the options come to on a model in `folder`."""
+    known = {name: value for name, value in asdict(given).items() if name in Settings.__struct_fields__}
+    decided = {"model_path": str(folder), "name": "n", "dtype": "float32", "device": "cpu", "threads": 1}
+    decided |= {"page_size": 16, "max_seqs": 4, "max_batch_tokens": 64, "max_model_len": given.max_model_len or 200}
+    return Settings(**{**known, **decided})
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, engine: Launched) -> list[EngineOptions]:
+def started(monkeypatch: pytest.MonkeyPatch, engine: Launched, tmp_path: Path) -> list[EngineOptions]:
     """The options of every engine that was started; it is the fake."""
     options: list[EngineOptions] = []
 
-    async def start(given: EngineOptions, report: Callable[[Progress], None]) -> Launched:
-        options.append(given)
+    async def start(model: Any, report: Callable[[Progress], None]) -> Launched:
+        options.append(model.options)
         report(Progress(stage="warm up"))
         return engine
 
     def find(given: EngineOptions, report: Callable[[Progress], None]) -> Any:
         report(Progress(stage="resolve model", detail=str(given.model)))
         return SimpleNamespace(
-            settings=SimpleNamespace(model=given.model, dtype="float32"),
-            limits=ModelLimits.of(engine.info),
+            options=given,
+            settings=settings(given, tmp_path),
+            max_request_tokens=engine.info.max_request_tokens,
+            vocab=engine.info.vocab,
             encode_prompt=engine.encode_prompt,
             encode_chat=engine.encode_chat,
         )
@@ -126,7 +140,7 @@ def test_without_a_model_and_a_gpu_the_demo_is_used_and_named(started: list[Engi
 def test_without_a_model_on_a_gpu_machine_one_is_asked_for(
     started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(text_engine, "gpu_count", lambda: 1)
+    monkeypatch.setattr(found_model, "gpu_count", lambda: 1)
     assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.USAGE
     assert "--model is not given" in capsys.readouterr().err
     assert started == []
@@ -168,24 +182,48 @@ def test_a_seed_that_is_not_given_is_not_set(started: list[EngineOptions], engin
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tp", "0"], "--tp is 0; it must be from 1 to 64"),
-        (["--tp", "two"], "--tp"),
-        (["--dtype", "int8"], "--dtype"),
-        (["--temperature", "3"], "--temperature"),
-        (["--min-tokens", "5", "--max-tokens", "4"], "--min-tokens"),
-        (["--order", "random"], "--order"),
-        (["--limit", "0"], "--limit"),
-        (["--restart", "--retry-errors"], "--retry-errors"),
+        (["--tp", "0"], "--tp is 0; it must be an integer from 1 to 64"),
+        (["--tp", "two"], "--tp is 'two'; it must be an integer from 1 to 64"),
+        (["--gpu-memory", "nan"], "--gpu-memory is nan; it must be a number from 0.05 to 1"),
+        (["--dtype", "int8"], "--dtype is 'int8'; choose one of auto, bfloat16, float16, float32"),
+        (["--temperature", "3"], "--temperature is 3; it must be a number from 0 to 2"),
+        (["--temperature", "abc"], "--temperature is 'abc'; it must be a number from 0 to 2"),
+        (["--max-tokens", "1.5"], "--max-tokens is '1.5'; it must be an integer from 1 to"),
+        (["--stop", ""], "--stop holds ''; each entry must be a non-empty string"),
+        (["--min-tokens", "5", "--max-tokens", "4"], "--min-tokens is 5, above max_tokens 4"),
+        (["--order", "foo"], "--order is 'foo'; choose one of completion, input"),
+        (["--limit", "0"], "--limit is '0'; it must be an integer of at least 1"),
+        (["--limit", "x"], "--limit is 'x'; it must be an integer of at least 1"),
+        (["--restart", "--retry-errors"], "--restart and --retry-errors contradict each other"),
+        (["--restart", "-o", "-"], "--restart needs an output"),
+        (["--retry-errors", "-o", "-"], "--retry-errors needs an output"),
         (["--no-such-option"], "--no-such-option"),
     ],
 )
 def test_a_wrong_option_is_one_line_and_exit_2(flags: list[str], says: str, capsys: Any) -> None:
-    assert run(["batch", "in.jsonl", *flags]) == ExitCode.USAGE
+    assert run(["batch", write_rows(*PROMPTS), *flags]) == ExitCode.USAGE
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert says in err
+    assert "nvalid value" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("CORELLM_TP", "x", "CORELLM_TP is 'x'; it must be an integer from 1 to 64"),
+        ("CORELLM_DTYPE", "int8", "CORELLM_DTYPE is 'int8'; choose one of auto, "),
+        ("CORELLM_MAX_SEQS", "0", "CORELLM_MAX_SEQS is 0; it must be an integer from 1 to 4096"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.USAGE
+    assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
 @pytest.mark.parametrize(
@@ -201,8 +239,8 @@ def test_without_a_command_there_is_help(capsys: Any) -> None:
     assert "batch" in capsys.readouterr().out
 
 
-def test_a_missing_input_is_a_failure(capsys: Any) -> None:
-    assert run(["batch", "nowhere.jsonl", "--model", "demo"]) == ExitCode.FAILURE
+def test_a_missing_input_is_said_before_anything_about_the_model(capsys: Any) -> None:
+    assert run(["batch", "nowhere.jsonl"]) == ExitCode.FAILURE
     assert capsys.readouterr().err.startswith("error: the input nowhere.jsonl is not there")
 
 
@@ -218,7 +256,29 @@ def test_row_errors_are_exit_3_also_when_an_earlier_run_had_them(started: list[E
     assert run(["batch", rows]) == ExitCode.ROW_ERRORS
     assert "line 4" in capsys.readouterr().err
     assert run(["batch", rows]) == ExitCode.ROW_ERRORS
-    assert "4 skipped" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "4 skipped as finished earlier (1 of them errors: --retry-errors runs them again)" in err
+    assert len(started) == 1
+    assert run(["batch", rows, "--json-summary", "--quiet"]) == ExitCode.ROW_ERRORS
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["skipped"], summary["skipped_failed"], summary["failed_with"]) == (4, 1, None)
+
+
+def test_a_finished_run_starts_no_engine_but_still_compares_the_rows(
+    started: list[EngineOptions], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "--limit", "2"]) == ExitCode.OK
+    assert run(["batch", rows, "--limit", "2"]) == ExitCode.OK
+    assert run(["batch", rows, "--limit", "1"]) == ExitCode.OK
+    assert len(started) == 1
+    assert run(["batch", rows]) == ExitCode.OK
+    assert len(started) == 2
+    write_rows({"prompt": "changed!", "max_tokens": 4}, *PROMPTS[1:])
+    monkeypatch.setattr(corellm.batch.fingerprint, "check", lambda *_: None)
+    assert run(["batch", rows]) == ExitCode.FAILURE
+    assert "line 1 of in.jsonl has changed" in capsys.readouterr().err
+    assert len(started) == 2
 
 
 def test_a_run_with_other_settings_is_refused_before_an_engine_starts(
@@ -252,15 +312,80 @@ def test_limit_order_and_strict_reach_the_runner(started: list[EngineOptions], e
     rows = write_rows(*PROMPTS, "bad")
     assert run(["batch", rows, "--limit", "2", "--order", "input", "--strict"]) == ExitCode.OK
     assert [answer["custom_id"] for answer in answers()] == ["row-1", "row-2"]
-    assert run(["batch", rows, "--strict", "-o", "other.jsonl"]) == ExitCode.FAILURE
     assert len(engine.calls) == 2
+
+
+def test_strict_starts_no_engine_for_a_bad_row_and_leaves_no_output(started: list[EngineOptions], capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS, "bad"), "--strict", "--json-summary"]) == ExitCode.FAILURE
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].startswith("error: --strict: line 4: the line is not JSON")
+    assert "check files: failed" in err
+    assert (json.loads(out)["ok"], json.loads(out)["failed_with"]) == (0, "batch_failed")
+    assert started == []
+    assert sorted(os.listdir()) == ["in.jsonl"]
 
 
 def test_a_dry_run_starts_nothing_and_writes_nothing(started: list[EngineOptions], capsys: Any) -> None:
     assert run(["batch", write_rows(*PROMPTS, "bad"), "--dry-run"]) == ExitCode.ROW_ERRORS
-    assert "3 rows can run, 1 can not: 24 in" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "3 rows can run, 1 can not; 24 in" in err
+    assert "output" not in err
     assert started == []
     assert sorted(os.listdir()) == ["in.jsonl"]
+
+
+def test_a_dry_run_shows_every_bad_row(started: list[EngineOptions], capsys: Any) -> None:
+    run(["batch", write_rows(*(f"bad {number}" for number in range(40))), "--dry-run"])
+    err = capsys.readouterr().err
+    assert [number for number in range(1, 42) if f"line {number}: " in err] == list(range(1, 41))
+
+
+def test_a_strict_dry_run_stops_at_the_first_bad_row(started: list[EngineOptions], capsys: Any) -> None:
+    rows = write_rows(PROMPTS[0], "bad", "worse")
+    assert run(["batch", rows, "--dry-run", "--strict"]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert "error: --strict: line 2: " in err
+    assert "stopped: 1 rows can run, 1 can not" in err
+    assert "check files: failed" in err
+    assert "line 3" not in err
+
+
+def test_an_output_that_cannot_be_opened_fails_its_own_stage(started: list[EngineOptions], capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS), "-o", "no/such/folder.jsonl"]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert "resolve model: done" in err
+    assert "check files: failed" in err
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    "change", [["--load-format", "dummy"], ["--max-model-len", "100"], ["--kv-blocks", "50"], ["--seed", "3"]]
+)
+def test_an_output_is_of_one_model_under_one_set_of_settings(
+    started: list[EngineOptions], change: list[str], capsys: Any
+) -> None:
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows]) == ExitCode.OK
+    assert run(["batch", rows, *change]) == ExitCode.FAILURE
+    assert change[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+
+
+def test_the_seed_of_dummy_weights_counts_as_one(started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "--load-format", "dummy", "--seed", "1"]) == ExitCode.OK
+    sidecar = json.loads(Path("in.out.jsonl.run.json").read_text())
+    assert (sidecar["model"]["weights_seed"], sidecar["settings"]["seed"]) == (1, 1)
+
+
+def test_a_pipes_rows_go_to_stdout(started: list[EngineOptions], capfd: Any) -> None:
+    os.mkfifo("pipe")
+    rows = "".join(json.dumps(row) + "\n" for row in PROMPTS)
+    feeding = threading.Thread(target=Path("pipe").write_text, args=(rows,))
+    feeding.start()
+    assert run(["batch", "pipe"]) == ExitCode.OK
+    feeding.join()
+    assert len(capfd.readouterr().out.splitlines()) == 3
+    assert os.listdir() == ["pipe"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -279,8 +404,16 @@ def test_one_signal_finishes_what_is_in_flight(
 
 
 def test_a_second_signal_stops_now(started: list[EngineOptions], engine: Launched) -> None:
-    engine.behave(delay=lambda text: _signalled(signal.SIGINT, when=text != "prompt 2") or 60.0)
+    again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     began = time.monotonic()
+
+    def signalled_twice(text: str) -> float:
+        if text == "prompt 0":
+            os.kill(os.getpid(), signal.SIGINT)
+            again.start()
+        return 60.0
+
+    engine.behave(delay=signalled_twice)
     assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.INTERRUPTED
     assert time.monotonic() - began < 3.0  # the grace alone is 5 s
     assert engine.cancelled > 0
@@ -303,8 +436,106 @@ def test_the_death_of_the_engine_is_exit_1_and_can_be_resumed(
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == "error: the engine was killed by SIGKILL"
     assert "run the same command again" in err
+    assert "failed: 0 ok, 0 failed" in err
+    assert run(["batch", "in.jsonl", "--json-summary", "--quiet"]) == ExitCode.FAILURE
+    assert json.loads(capsys.readouterr().out)["failed_with"] == "engine_dead"
     engine.behave()
     assert run(["batch", "in.jsonl"]) == ExitCode.OK
+
+
+def test_a_full_disk_ends_with_a_summary(started: list[EngineOptions], capsys: Any) -> None:
+    assert run(["batch", write_rows(*PROMPTS), "-o", "/dev/full", "--json-summary"]) == ExitCode.FAILURE
+    out, err = capsys.readouterr()
+    assert json.loads(out)["failed_with"] == "batch_failed"
+    assert "No space left" in err
+
+
+INTERRUPTED_EARLY = """
+import os, signal, sys, time
+import corellm_cli.batch_run
+
+def find(options, report):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(30)
+
+corellm_cli.batch_run.find = find
+from corellm_cli.main import main
+sys.argv = ["corellm", "batch", "in.jsonl", "--model", "m"]
+main()
+"""
+
+
+def test_ctrl_c_while_the_model_is_looked_for_ends_at_once() -> None:
+    write_rows(*PROMPTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_EARLY], stderr=subprocess.PIPE, timeout=20, text=True, env=environment
+    )
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert "Traceback" not in done.stderr
+
+
+UNREAD = """
+import asyncio, sys
+import corellm_cli.batch_run as batch_run
+from pathlib import Path
+from types import SimpleNamespace
+from tests.unit.test_cli import Launched, settings
+
+engine = Launched()
+
+def find(options, report):
+    return SimpleNamespace(settings=settings(options, Path()), max_request_tokens=200, vocab=256,
+                           encode_prompt=engine.encode_prompt, encode_chat=engine.encode_chat)
+
+async def start(model, report):
+    return engine
+
+batch_run.find = find
+batch_run.TextEngine.start = start
+from corellm_cli.main import main
+sys.argv = ["corellm", "batch", "in.jsonl", "-o", "-", "--model", "m"]
+main()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_rows_nobody_reads() -> None:
+    write_rows(*({"prompt": "x" * 190, "max_tokens": 1} for _ in range(2000)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.set_blocking(process.stdout.fileno(), True)
+        assert process.stdout.read(1) == "{"  # it writes; from here on nobody reads
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert "stopping: " in next(line for line in process.stderr if "stopping" in line)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=4) == ExitCode.INTERRUPTED  # the grace alone is 5 s
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_rows_and_a_bar_never_share_a_terminal() -> None:
+    write_rows(*PROMPTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment |= {"TERM": "xterm-256color"}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", UNREAD], stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # Linux says EIO when the other side is closed
+        while piece := os.read(ours, 1 << 16):
+            text += piece
+    os.close(ours)
+    assert process.wait(timeout=20) == ExitCode.OK
+    rows = text[text.index(b"ready: ") :]
+    assert b"\x1b[?25l" not in rows  # no cursor is hidden: nothing is live
+    assert rows.count(b'{"id":"batch_req_') == 3
 
 
 def test_a_traceback_comes_only_with_debug(started: list[EngineOptions], engine: Launched, capsys: Any) -> None:

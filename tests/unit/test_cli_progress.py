@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 from rich.segment import Segment
 
-from corellm.batch.progress import RowEnded, RowsChecked, Snapshot, Stopping, Summary
+from corellm.batch.progress import RowEnded, SharedId, Snapshot, Stopping, Summary
 from corellm.comms.messages import KVStats, Stats
 from corellm_tui import batch_progress, quantities
 from corellm_tui.batch_progress import BatchDisplay, EventLines, RateMeter, summary_json, summary_lines
 
 SNAPSHOT = Snapshot(
-    total=10_000, ok=1200, failed=34, skipped=1266, in_flight=64, prompt_tokens=5000, cached_tokens=100,
-    output_tokens=2000, elapsed_s=10.0, stopping=False,
+    total=10_000, ok=1200, failed=34, skipped=1266, skipped_failed=0, in_flight=64, prompt_tokens=5000,
+    cached_tokens=100, output_tokens=2000, elapsed_s=10.0, stopping=False,
 )  # fmt: skip
 SUMMARY = Summary(
     ok=8, failed=1, skipped=3, prompt_tokens=1240, cached_tokens=64, output_tokens=330, wall_s=3.0, output="x.out.jsonl"
@@ -30,8 +30,8 @@ def stats(sequence: int, uptime: float, prompt: int, output: int) -> Stats:
     kv = KVStats(total=200, free=100, in_use=50, cached=50, shared=0, evictions=0, hit_tokens=0, query_tokens=0)
     return Stats(
         version=1, sequence=sequence, uptime_s=uptime, state="ready", model="demo", steps=1, running=1, waiting=0,
-        kv=kv, prompt_tokens=prompt, output_tokens=output, finished=0, failed=0, preemptions=0, last_prefill_tokens=0,
-        last_decode_tokens=0, last_step_s=0.0,
+        kv=kv, prompt_tokens=prompt, output_tokens=output, finished=0, failed=0, aborted=0, preemptions=0,
+        last_prefill_tokens=0, last_decode_tokens=0, last_step_s=0.0,
     )  # fmt: skip
 
 
@@ -70,8 +70,29 @@ def test_the_bar_is_as_full_as_the_run() -> None:
     target = console(terminal=True)
     line, _ = rendered(BatchDisplay(target, lambda: SNAPSHOT), target)
     bar = [segment for segment in target.render(BatchDisplay(target, lambda: SNAPSHOT).render()) if "━" in segment.text]
-    assert line.count("━") == 40
-    assert len("".join(segment.text for segment in bar[:1])) == 10
+    assert (line.count("━"), line.count("╌")) == (10, 30)
+    assert [segment.text for segment in bar] == ["━" * 10]
+
+
+def test_before_half_a_second_there_is_neither_rate_nor_eta() -> None:
+    target = console()
+    early = replace(SNAPSHOT, elapsed_s=0.4)
+    BatchDisplay(target, lambda: early).paint()
+    assert printed(target) == "2,500/10,000 rows (25%), 34 errors\n"
+    meter = RateMeter()
+    meter.add(stats(1, 1.0, 0, 0))
+    meter.add(stats(2, 1.3, 100, 100))
+    assert meter.rates() is None
+    meter.add(stats(3, 1.5, 100, 100))
+    assert meter.rates() == (200.0, 200.0)
+
+
+def test_a_bar_is_not_drawn_where_something_else_writes() -> None:
+    target = console(terminal=True)
+    with BatchDisplay(target, lambda: SNAPSHOT, live=False) as display:
+        display.paint()
+    assert "\x1b" not in printed(target)
+    assert printed(target).startswith("2,500/10,000 rows (25%)")
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
@@ -142,15 +163,28 @@ def test_the_first_errors_are_said_and_the_rest_are_counted() -> None:
     assert "more rows failed" in said[-1]
 
 
-def test_stopping_and_checking_are_said() -> None:
+def test_every_error_is_said_where_no_output_has_them() -> None:
+    target = console()
+    lines = EventLines(target, every_error=True)
+    for number in range(1, 100):
+        lines.on_event(RowEnded(number, None, "not JSON"))
+    assert len(printed(target).splitlines()) == 99
+
+
+def test_a_long_id_is_shortened() -> None:
+    target = console()
+    EventLines(target).on_event(RowEnded(1, "x" * 1000, "not JSON"))
+    assert printed(target) == f"line 1 ({'x' * 23}…): not JSON\n"
+
+
+def test_stopping_and_a_shared_id_are_said() -> None:
     target = console()
     lines = EventLines(target)
-    lines.on_event(RowsChecked(12_000))
     lines.on_event(Stopping(3, 5.0))
-    assert printed(target).splitlines() == [
-        "12,000 rows checked",
-        "stopping: 3 rows in flight have 5.0 s; Ctrl-C again stops now",
-    ]
+    lines.on_event(SharedId(4, "row-2"))
+    stopping, shared = printed(target).splitlines()
+    assert stopping == "stopping: 3 rows in flight have 5.0 s; Ctrl-C again stops now"
+    assert shared.startswith("line 4: another row has the custom_id row-2 too")
 
 
 def test_foreign_text_is_neither_markup_nor_control() -> None:
@@ -167,6 +201,8 @@ def test_summary_for_people() -> None:
         "output: x.out.jsonl",
     ]
     assert summary_lines(replace(SUMMARY, interrupted=True))[0].startswith("interrupted: ")
+    assert summary_lines(replace(SUMMARY, failed_with="engine_dead"))[0].startswith("failed: ")
+    assert "(2 of them errors: --retry-errors" in summary_lines(replace(SUMMARY, skipped_failed=2))[0]
     assert "1,240 in" in summary_lines(SUMMARY, dry_run=True)[0]
 
 

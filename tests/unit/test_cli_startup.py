@@ -16,7 +16,7 @@ from corellm_tui.startup import StartupDisplay, summary_line
 INFO = EngineInfo(
     name="a", model="demo", model_path="/m", dtype="float32", device="cpu", tp=2, kv_cache="radix", page_size=16,
     kv_blocks=4096, max_model_len=8192, max_batch_tokens=1024, max_seqs=64, vocab=49152, seed=0, load_format="auto",
-    startup_s=3.21,
+    max_request_tokens=8192, startup_s=3.21,
 )  # fmt: skip
 
 
@@ -125,6 +125,7 @@ def test_the_bar_shows_the_share_that_is_done() -> None:
     report_weights(display, clock)
     bar = next(segment for segment in console.render(display.render()) if "━" in segment.text)
     assert bar.text == "━" * 5  # a quarter of twenty cells, in the bar's own colour
+    assert lines_of(display, console)[1].count("╌") == 15  # without colour too, empty cells look empty
 
 
 def test_a_failure_marks_its_stage_and_leaves_the_error_alone() -> None:

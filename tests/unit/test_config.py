@@ -55,12 +55,12 @@ def test_range_of_each_option(name: str, allowed: tuple[Any, ...], refused: tupl
 
 @pytest.mark.parametrize("value", [True, "4", [4], 1.5, None])
 def test_a_number_must_be_a_number(value: object) -> None:
-    with pytest.raises(OptionError, match=r"--tp is .* must be of type int"):
+    with pytest.raises(OptionError, match=r"--tp is .* must be an integer from 1 to 64"):
         EngineOptions(tp=value)  # type: ignore[arg-type]
 
 
 def test_a_name_must_be_text() -> None:
-    with pytest.raises(OptionError, match="--model is 7; it must be of type str"):
+    with pytest.raises(OptionError, match="--model is 7; it must be text"):
         EngineOptions(model=7)  # type: ignore[arg-type]
 
 
@@ -111,18 +111,14 @@ def test_an_empty_variable_is_as_if_unset(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORELLM_MAX_SEQS", "many")
-    with pytest.raises(OptionError, match=r"CORELLM_MAX_SEQS is 'many'.*int"):
+    with pytest.raises(OptionError, match="CORELLM_MAX_SEQS is 'many'; it must be an integer from 1 to 4096"):
         EngineOptions.from_env()
-
-
-def test_with_defaults_fills_only_what_is_open() -> None:
-    options = EngineOptions(max_seqs=3).with_defaults(max_seqs=100, kv_blocks=50)
-    assert (options.max_seqs, options.kv_blocks) == (3, 50)
-
-
-def test_with_defaults_checks_what_it_fills() -> None:
-    with pytest.raises(OptionError, match="--kv-blocks"):
-        EngineOptions().with_defaults(kv_blocks=0)
+    monkeypatch.setenv("CORELLM_MAX_SEQS", "0")
+    with pytest.raises(OptionError, match="CORELLM_MAX_SEQS is 0; it must be an integer from 1 to 4096"):
+        EngineOptions.from_env()
+    monkeypatch.setenv("CORELLM_DTYPE", "int8")
+    with pytest.raises(OptionError, match="CORELLM_DTYPE is 'int8'; choose one of auto, "):
+        EngineOptions.from_env(max_seqs=1)
 
 
 def test_options_can_not_be_changed() -> None:

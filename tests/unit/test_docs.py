@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import typer
 
+from corellm.batch.engine_api import ModelLimits
 from corellm.batch.lines import Source
+from corellm.batch.prepare import Preparer, RefusedRow
 from corellm.batch.rows import Row, parse_row, read_rows
-from corellm.openai_api.fields import Endpoint
+from corellm.openai_api.fields import TABLES, Endpoint
 from corellm.openai_api.requests import parse_request
 from corellm_cli.exit_codes import ExitCode
 from corellm_cli.main import app
+from tests.support.fake_text_engine import FakeTextEngine
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -91,3 +94,17 @@ def test_the_readmes_input_rows_are_requests(tmp_path: Path) -> None:
     path.write_text(inputs)
     for row in _rows(path):
         parse_request(row.endpoint, row.body, {})
+
+
+def test_the_readme_names_fields_that_are_refused() -> None:
+    (sentence,) = re.findall(r"Refused so far are (.*?), unless", README, flags=re.DOTALL)
+    names = re.findall(r"`(\w+)`", sentence)
+    assert len(names) >= 6
+    for name in names:
+        endpoint = next(endpoint for endpoint in Endpoint if name in TABLES[endpoint])
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi", name: True}
+        body.pop("prompt" if endpoint is Endpoint.CHAT else "messages")
+        preparer = Preparer(FakeTextEngine(), ModelLimits(200, 256), {})
+        outcome = preparer.prepare(Row(1, 0, "a", endpoint, body))
+        assert isinstance(outcome, RefusedRow)
+        assert outcome.error.param == name

@@ -35,10 +35,20 @@ def fill(folder: Path) -> None:
         (folder / name).write_text("{}")
 
 
-def test_a_local_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_model("owner/name", ignore) == tmp_path / "owner" / "name"
+
+
+def test_a_folder_called_demo_does_not_shadow_the_demo(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(cache / "SmolLM2-135M-Instruct")
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert find_model("demo", ignore) == tmp_path / "demo"
+    assert find_model("demo", ignore) == cache / "SmolLM2-135M-Instruct"
+    assert find_model("./demo", ignore) == tmp_path / "demo"
 
 
 @pytest.mark.parametrize(

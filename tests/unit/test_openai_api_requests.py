@@ -10,6 +10,7 @@ import pytest
 
 from corellm.errors import InvalidRequestError
 from corellm.openai_api.fields import TABLES, Endpoint
+from corellm.openai_api.kinds import shown
 from corellm.openai_api.requests import ChatRequest, CompletionRequest, parse_request
 from corellm.sampling_params import SamplingParams
 
@@ -83,7 +84,7 @@ def test_logprobs_of_each_api() -> None:
     assert completion(logprobs=5).generation.params.logprobs == 5
     with pytest.raises(InvalidRequestError, match="top_logprobs is 3"):
         chat(top_logprobs=3)
-    with pytest.raises(InvalidRequestError, match="logprobs is True"):
+    with pytest.raises(InvalidRequestError, match="logprobs is true"):
         completion(logprobs=True)
     with pytest.raises(InvalidRequestError, match="logprobs is 1"):
         chat(logprobs=1)
@@ -179,10 +180,12 @@ def test_a_value_that_asks_for_nothing_is_accepted() -> None:
 
 
 def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:
-    with pytest.raises(InvalidRequestError, match=r"'temprature' is not a field .* did you mean temperature\?") as bad:
+    with pytest.raises(
+        InvalidRequestError, match=r"\"temprature\" is not a field .* did you mean temperature\?"
+    ) as bad:
         chat(temprature=1)
     assert bad.value.param == "temprature"
-    with pytest.raises(InvalidRequestError, match="'messages' is not a field of /v1/completions"):
+    with pytest.raises(InvalidRequestError, match='"messages" is not a field of /v1/completions'):
         completion(messages=HI)
 
 
@@ -200,9 +203,8 @@ def test_continuing_the_final_message_adds_no_generation_prompt() -> None:
 
 
 def test_stream_options() -> None:
-    generation = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).generation
-    assert (generation.stream, generation.include_usage, generation.continuous_usage) == (True, True, True)
-    with pytest.raises(InvalidRequestError, match=r"stream_options\.'other' is unknown"):
+    assert chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": None}).generation.stream
+    with pytest.raises(InvalidRequestError, match=r'stream_options\."other" is unknown'):
         chat(stream=True, stream_options={"other": True})
 
 
@@ -220,3 +222,27 @@ def test_choices_of_a_seeded_request_differ_in_seed_alone() -> None:
     assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
     unseeded = chat(n=3).generation
     assert [unseeded.choice_params(choice).seed for choice in range(3)] == [None] * 3
+
+
+def test_a_request_for_too_many_answers_names_prompts_and_n() -> None:
+    assert len(completion(prompt=["a"] * 16, n=128).prompts) == 16
+    for prompt, n in ((["a"] * 2000, 128), (["a"] * 2049, 1), ([[1]] * 17, 128)):
+        with pytest.raises(InvalidRequestError, match=f"prompt holds {len(prompt)} prompts and n is {n}") as refused:
+            completion(prompt=prompt, n=n)
+        assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        ("é\n", '"é\\n"'),
+        (1.5, "1.5"),
+        ([1], "a list with 1 entry"),
+        ({}, "an empty object"),
+    ],
+)
+def test_refused_values_are_shown_as_json(value: Any, text: str) -> None:
+    assert shown(value) == text
+    assert len(shown("x" * 10_000)) < 100

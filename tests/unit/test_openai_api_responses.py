@@ -9,7 +9,6 @@ import openai.types
 import openai.types.chat
 import pytest
 
-from corellm.engine.text_engine import Completion, TokenLogprob
 from corellm.errors import (
     CoreLLMError,
     EngineDeadError,
@@ -20,6 +19,7 @@ from corellm.errors import (
 )
 from corellm.openai_api.responses import Head, chat_body, completion_body, error_body, error_status, usage
 from corellm.sampling_params import SamplingParams
+from corellm.text_engine import Completion, TokenLogprob
 from tests.support.fake_text_engine import ByteTokenizer, answer
 
 HEAD = Head("id-1", 1_700_000_000, "m")
