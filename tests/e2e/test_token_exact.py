@@ -1,7 +1,7 @@
 """Greedy ids equal transformers' `generate` for every cache, chunking, memory and tensor-parallel size.
 
-`CORELLM_EXACT_PROMPTS=200` makes it as long as the promise; by default the demo model runs fewer prompts. Each case prints how many outputs parted at a
-near-tie of the reference's own logits, and how many preemptions happened.
+`CORELLM_EXACT_PROMPTS=200` makes it as long as the promise; by default the demo model runs fewer prompts. Each case
+prints how many outputs parted at a near-tie of the reference's own logits, and how many preemptions happened.
 """
 
 from __future__ import annotations
