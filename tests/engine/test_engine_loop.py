@@ -16,6 +16,8 @@ from corellm.comms.messages import Dying, EngineMessage, Hello, Progress, Reques
 from corellm.comms.run_folder import RunFolder
 from corellm.engine import engine_client, front_ends
 from corellm.engine.engine_client import EngineClient, TokenStream
+from corellm.engine.kv_cache import make_allocator
+from corellm.engine.scheduler import Limits, Scheduler
 from corellm.errors import (
     EngineDeadError,
     EngineTimeoutError,
@@ -163,6 +165,14 @@ def test_what_can_never_fit_is_refused_at_once(engine: EngineThread) -> None:
             assert len(await tokens(client.submit([1] * 250, Sampling(max_tokens=7)))) == 7
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "page", "context", "longest"), [(10, 16, 1000, 161), (10, 16, 161, 161), (10, 16, 100, 100)]
+)
+def test_the_longest_request_is_bound_by_blocks_and_context(blocks: int, page: int, context: int, longest: int) -> None:
+    scheduler = Scheduler(Limits(4, 512, context, 100), make_allocator("radix", blocks, page), lambda: 0.0)
+    assert scheduler.max_request_tokens == longest
 
 
 def test_nan_fails_one_request_alone(engine: EngineThread) -> None:

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from llama_models import CPU, Driver, greedy, greedy_truth, make_executor, spec_of, tiny_llama
 from transformers import LlamaForCausalLM
 
 from corellm.comms.codec import i32
@@ -19,6 +18,7 @@ from corellm.comms.messages import AllocateKV, Progress, Sampling
 from corellm.errors import ProtocolError
 from corellm.worker.collectives import SingleRank, make_collectives
 from corellm.worker.kv_memory import kv_cache
+from tests.support.executor_models import CPU, Driver, greedy, greedy_truth, make_executor, spec_of, tiny_llama
 
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(0, 131, size).tolist() for size in (1, 4, 5, 11, 23, 38, 2, 16)]
@@ -194,10 +194,17 @@ def test_one_rank_needs_no_process_group(tmp_path: Path) -> None:
 
 def test_two_ranks_give_the_ids_of_one(tmp_path: Path, truth: list[list[int]]) -> None:
     """Two processes meet over a file; the vocabulary of 131 does not divide by 2, so the padding shows."""
-    script = Path(__file__).with_name("tp_rank.py")
+
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "rendezvous"), *map(str, PROMPTS[4])],
+            [
+                sys.executable,
+                "-m",
+                "tests.support.tp_rank",
+                str(rank),
+                str(tmp_path / "rendezvous"),
+                *map(str, PROMPTS[4]),
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_models import CPU
 
 from corellm.kernels import load_backend, reference_attention
 from corellm.kernels.inputs import Batch, Heads
+from tests.support.executor_models import CPU
 
 HEADS = Heads(count=6, kv=2, dim=8)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llama_models import CPU, LLAMA3_ROPE, spec_of, tiny_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from corellm.errors import OptionError
 from corellm.kernels import load_backend
 from corellm.kernels.inputs import Heads
 from corellm.layers.rotary import RotaryTable, inverse_frequencies
+from tests.support.executor_models import CPU, LLAMA3_ROPE, spec_of, tiny_llama
 
 F32 = torch.float32
 BACKEND = load_backend("reference", CPU, F32)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llama_models import CPU
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import Sampling, SlotOpen, StepPlan
 from corellm.kernels import load_backend
 from corellm.worker.sampler import Sampled, Sampler
 from corellm.worker.slots import SlotTables
+from tests.support.executor_models import CPU
 
 VOCAB = 32
 EMPTY = i32([])

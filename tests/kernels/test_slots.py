@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from llama_models import CPU
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import Sampling, SlotOpen, StepPlan
 from corellm.errors import ProtocolError
 from corellm.worker.batch_inputs import build_batch
 from corellm.worker.slots import SlotTables
+from tests.support.executor_models import CPU
 
 
 def make_tables() -> SlotTables:

@@ -560,7 +560,7 @@ def test_admission_waits_for_the_reader_of_a_pipe(tmp_path: Path, pipe: tuple[Pa
         await asyncio.sleep(0.3)
         admitted.append(runner._unwritten.qsize())
         while text.count(b"\n") < 1500:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             with suppress(BlockingIOError):
                 text += os.read(pipe[1], 1 << 16)
 

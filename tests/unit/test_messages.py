@@ -38,6 +38,7 @@ INFO = messages.EngineInfo(
     vocab=100,
     seed=0,
     load_format="auto",
+    max_request_tokens=161,
     startup_s=1.0,
 )
 
@@ -124,11 +125,3 @@ def test_a_damaged_or_foreign_frame_is_a_protocol_error(frame: bytes) -> None:
 def test_only_wrapped_vectors_can_be_sent(tags: Any) -> None:
     with pytest.raises(ProtocolError):
         encode(messages.Abort(tags=tags))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "page", "context", "longest"), [(10, 16, 1000, 161), (10, 16, 161, 161), (10, 16, 100, 100)]
-)
-def test_the_longest_request_is_bound_by_blocks_and_context(blocks: int, page: int, context: int, longest: int) -> None:
-    info = msgspec.structs.replace(INFO, kv_blocks=blocks, page_size=page, max_model_len=context)
-    assert info.max_request_tokens == longest

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llama_models import CPU, Driver, greedy, make_executor, tiny_llama
-
 from corellm.worker.collectives import make_collectives
+from tests.support.executor_models import CPU, Driver, greedy, make_executor, tiny_llama
 
 COUNT = 12
 
