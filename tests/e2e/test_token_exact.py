@@ -1,6 +1,6 @@
 """Greedy ids equal transformers' `generate` for every cache, chunking, memory and tensor-parallel size.
 
-`CORELLM_EXACT_PROMPTS=200` makes it as long as the promise; by default the demo model runs fewer prompts. Each case
+`CORELLM_EXACT_PROMPTS=200` makes it as long as the promise; by default fewer prompts run. Each case
 prints how many outputs parted at a near-tie of the reference's own logits, and how many preemptions happened.
 """
 
@@ -62,7 +62,8 @@ def tiny_case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list
     rng = random.Random(1)
     common = [rng.randrange(515) for _ in range(400)]
     prompts = [
-        common[: rng.randrange(100)] + [rng.randrange(515) for _ in range(int(300 ** rng.random()))] for _ in range(60)
+        common[: rng.randrange(100)] + [rng.randrange(515) for _ in range(int(300 ** rng.random()))]
+        for _ in range(PROMPTS)
     ]
     return path, prompts, generate_greedy(path, prompts, NEW_TOKENS)
 
