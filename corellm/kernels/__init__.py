@@ -1,12 +1,13 @@
 """The seam between the model and the hardware: every operation of a step, behind one protocol.
 
-The reference backend is plain torch: the truth for tests, and the way to run on a CPU. A backend is chosen once, at
-start.
+The reference backend is plain torch: the truth for tests, and the way to run on a CPU. The Triton backend runs on
+NVIDIA GPUs. A backend is chosen once, at start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -81,10 +82,24 @@ class Backend(Protocol):
         ...
 
 
-def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend called `name` for activations of `dtype` on `device`. Raises `OptionError` for an unknown name."""
-    if name != "reference":
-        raise OptionError(f"kernel backend is {name!r}; it can be 'reference'")
-    from corellm.kernels.reference import ReferenceBackend
+def default_backend(device: torch.device) -> str:
+    """The name of the fastest backend on `device`."""
+    return "triton" if device.type == "cuda" and find_spec("triton") else "reference"
 
-    return ReferenceBackend(device, dtype)
+
+def load_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend called `name` for activations of `dtype` on `device`.
+
+    Raises `OptionError` for an unknown name, and for one that `device` does not run.
+    """
+    if name == "reference":
+        from corellm.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(device, dtype)
+    if name != "triton":
+        raise OptionError(f"kernel backend is {name!r}; it can be 'reference' or 'triton'")
+    if device.type != "cuda":
+        raise OptionError(f"kernel backend 'triton' needs an NVIDIA GPU, the device is {device}; use 'reference'")
+    from corellm.kernels.triton_backend import TritonBackend
+
+    return TritonBackend(device, dtype)

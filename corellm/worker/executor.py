@@ -12,7 +12,7 @@ from torch import Tensor
 from corellm.comms.codec import i32
 from corellm.comms.messages import AllocateKV, Progress, StepPlan, StepResult
 from corellm.errors import OutOfMemoryError
-from corellm.kernels import load_backend
+from corellm.kernels import default_backend, load_backend
 from corellm.layers.parallel import Collectives
 from corellm.models.llama.graph import Llama
 from corellm.models.llama.spec import LlamaSpec
@@ -42,7 +42,7 @@ class Executor:
         device: torch.device,
         dtype: torch.dtype,
         group: Collectives,
-        backend: str = "reference",
+        backend: str | None = None,
     ) -> None:
         self._spec = spec
         self._weights = weights
@@ -51,7 +51,7 @@ class Executor:
         self._device = device
         self._dtype = dtype
         self._group = group
-        self._backend = load_backend(backend, device, dtype)
+        self._backend = load_backend(backend or default_backend(device), device, dtype)
 
     def allocate(self, command: AllocateKV) -> None:
         """Lay out the KV blocks, and make the tables of every slot."""

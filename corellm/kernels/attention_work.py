@@ -1,0 +1,108 @@
+"""The work list of one step's attention, made on the host once for all layers.
+
+Query tokens of a row are cut into tiles. Where there are too few tiles to fill the device, the positions a tile
+attends to are cut too, in whole KV tiles of `block_n`, so that the pieces of all rows are about equally long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from corellm.kernels.tuning import AttentionTile
+
+ITEM_FIELDS = 8  # 32 bytes, so that lists laid end to end keep the alignment kernels are compiled for
+MERGE_FIELDS = 4
+ROUNDS = (1, 2, 4)  # ways to split that are looked at: so many rounds of equal items
+ITEM_COST = 2  # KV tiles: about what starting an item and merging its result take
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What the programs of one launch do.
+
+    items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table, positions the
+    first token sees, first and last position (exclusive) of this item, slot of its partial result or -1 where it
+    writes the output itself, 0.
+    merges, int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first
+    slot, number of slots.
+    """
+
+    items: NDArray[np.int32]
+    merges: NDArray[np.int32]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Query tiles, each int64 [t]; `visible` counts the positions that the first token of a tile sees."""
+
+    token: NDArray[np.int64]
+    count: NDArray[np.int64]
+    row: NDArray[np.int64]
+    visible: NDArray[np.int64]
+
+
+def plan_work(
+    rows: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+    *,
+    tokens_per_tile: int,
+    tile: AttentionTile,
+    programs: int,
+) -> AttentionWork:
+    """Work for `rows` of a batch with these `starts` and `contexts`; `programs` of a KV head run at a time."""
+    tiles = _query_tiles(rows, starts, contexts, tokens_per_tile)
+    ends = tiles.visible + tiles.count - 1
+    lengths = -(-ends // tile.block_n)  # in KV tiles
+    step = -(-lengths // -(-lengths // _longest_item(lengths, tile, programs)))
+    splits = -(-lengths // step)
+
+    of = np.repeat(np.arange(len(splits)), splits)
+    index = _ranks(splits)
+    first_slot = np.cumsum(np.where(splits > 1, splits, 0)) - splits
+    start = index * step[of] * tile.block_n
+    stop = np.minimum(start + step[of] * tile.block_n, ends[of])
+    slot = np.where(splits[of] > 1, first_slot[of] + index, -1)
+    fields = (tiles.token[of], tiles.count[of], tiles.row[of], tiles.visible[of], start, stop, slot, 0 * slot)
+    longest_first = np.argsort(start - stop, kind="stable")  # short ones fill the gaps at the end
+    items = np.stack(fields, axis=1)[longest_first].astype(np.int32)
+
+    split = np.flatnonzero(splits > 1)
+    tokens = np.repeat(split, tiles.count[split])
+    local = _ranks(tiles.count[split])
+    merges = np.stack((tiles.token[tokens] + local, local, first_slot[tokens], splits[tokens]), axis=1)
+    return AttentionWork(items, merges.astype(np.int32), int(splits[split].sum()))
+
+
+def _longest_item(lengths: NDArray[np.int64], tile: AttentionTile, programs: int) -> int:
+    """The most KV tiles one item should take of tiles with these `lengths`, for the earliest end of the last one.
+
+    Shorter items balance better but each costs more. Items run in rounds of `programs`, so time is estimated as rounds
+    times the mean length of an item and what it costs besides.
+    """
+    total = int(lengths.sum())
+    least = max(tile.min_split, -(-int(lengths.max()) // tile.max_splits))
+    options = [max(least, -(-total // (programs * rounds))) for rounds in ROUNDS]
+    items = [int((-(-lengths // option)).sum()) for option in options]
+    cost = [-(-count // programs) * (total / count + ITEM_COST) for count in items]
+    return options[cost.index(min(cost))]
+
+
+def _query_tiles(
+    rows: NDArray[np.int64], starts: NDArray[np.int64], contexts: NDArray[np.int64], tokens_per_tile: int
+) -> _Tiles:
+    lengths = starts[rows + 1] - starts[rows]
+    tiles = -(-lengths // tokens_per_tile)
+    row = np.repeat(rows, tiles)
+    token = starts[row] + _ranks(tiles) * tokens_per_tile
+    left = starts[row + 1] - token
+    return _Tiles(token, np.minimum(left, tokens_per_tile), row, contexts[row] - left + 1)
+
+
+def _ranks(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0..counts[0], 0..counts[1], ... end to end (each exclusive)."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,0 +1,119 @@
+"""What lies between the matrix products, one pass over memory each: norms, rotation with KV write, gated activation.
+
+Arithmetic is in float32; results are rounded where the reference backend rounds a norm, and once elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from corellm.kernels.inputs import Heads, Rope
+
+ROPE_HEADS = 8
+SILU_BLOCK = 1024
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, residual, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+):  # fmt: skip
+    """Grid: rows. The norm of x, or with ADD of `residual` after x is added to it in place."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(residual + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)).to(value.dtype)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, (normed.to(tl.float32) * factor).to(value.dtype), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    """Grid: rows, blocks of `width`. gate_up [n, 2 * width], gate in front; out [n, width]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = gate_up + row * 2 * width + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rope_write_kv_kernel(
+    qkv,
+    cos,
+    sin,
+    kv_slots,
+    q,
+    k,
+    v,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Grid: tokens, blocks of BLOCK_H among the HEADS + 2 * KV_HEADS heads of a token. cos and sin as in `Rope`."""
+    HALF: tl.constexpr = DIM // 2
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    pair = tl.arange(0, HALF)[None, :]
+    source = qkv + token * ALL * DIM + head * DIM + pair
+    low = tl.load(source, mask=head < ALL, other=0.0)
+    high = tl.load(source + HALF, mask=head < ALL, other=0.0)
+    c = tl.load(cos + token * DIM + pair).to(tl.float32)
+    s = tl.load(sin + token * DIM + HALF + pair).to(tl.float32)  # the half that is not negated
+    turned_low = (low.to(tl.float32) * c - high.to(tl.float32) * s).to(low.dtype)
+    turned_high = (high.to(tl.float32) * c + low.to(tl.float32) * s).to(low.dtype)
+
+    to_q = q + (token * HEADS + head) * DIM + pair
+    tl.store(to_q, turned_low, mask=head < HEADS)
+    tl.store(to_q + HALF, turned_high, mask=head < HEADS)
+    slot = tl.load(kv_slots + token) * KV_HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    to_k = k + (slot + head - HEADS) * DIM + pair
+    tl.store(to_k, turned_low, mask=is_key)
+    tl.store(to_k + HALF, turned_high, mask=is_key)
+    is_value = (head >= HEADS + KV_HEADS) & (head < ALL)
+    to_v = v + (slot + head - HEADS - KV_HEADS) * DIM + pair
+    tl.store(to_v, low, mask=is_value)
+    tl.store(to_v + HALF, high, mask=is_value)
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `Backend.rms_norm` and, with a residual, `Backend.add_rms_norm`."""
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(x.numel() // width,)](
+        x, x if residual is None else residual, weight, out, eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `Backend.silu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](gate_up, out, width, BLOCK=SILU_BLOCK)
+    return out
+
+
+def rope_write_kv(qkv: Tensor, rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See `Backend.rope_write_kv`. head_dim is a power of 2."""
+    tokens, every = qkv.shape[0], heads.count + 2 * heads.kv
+    q = qkv.new_empty(tokens, heads.count, heads.dim)
+    rope_write_kv_kernel[(tokens, triton.cdiv(every, ROPE_HEADS))](
+        qkv, rope.cos, rope.sin, kv_slots, q, k, v,
+        HEADS=heads.count, KV_HEADS=heads.kv, DIM=heads.dim, BLOCK_H=ROPE_HEADS, num_warps=2,
+    )  # fmt: skip
+    return q
