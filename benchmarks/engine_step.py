@@ -22,10 +22,11 @@ from benchmarks.report import record
 from corellm.comms.codec import encode, i32
 from corellm.comms.messages import PROTOCOL_VERSION, EngineInfo, Hello, Request, Sampling, StepPlan, StepResult, Submit
 from corellm.comms.run_folder import RunFolder
+from corellm.engine.admission import Limits
 from corellm.engine.engine import Engine
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.kv_cache import make_allocator
-from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.scheduler import Scheduler
 from corellm.engine.stats import StatsPublisher
 
 

@@ -20,28 +20,17 @@ the same step, may attend to them: workers run steps in order and write a layer'
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from corellm.comms.codec import i32
-from corellm.comms.messages import Sampling, SlotOpen, StepPlan, StepResult, TopLogprobs
+from corellm.comms.messages import SlotOpen, StepPlan, StepResult, TopLogprobs
+from corellm.engine.admission import Limits, check_request
 from corellm.engine.kv_cache.allocator import KVCacheAllocator
 from corellm.engine.sequence import End, Sequence, State, by_order
-from corellm.errors import InvalidRequestError, NumericalError, PromptTooLongError, ProtocolError
-from corellm.sampling_params import MAX_LOGPROBS
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one engine can hold: sequences at once, tokens a step, tokens a sequence, token ids."""
-
-    max_seqs: int
-    max_batch_tokens: int
-    max_model_len: int
-    vocab: int
+from corellm.errors import NumericalError, ProtocolError
 
 
 @dataclass(slots=True)
@@ -121,23 +110,8 @@ class Scheduler:
         return min(self.limits.max_model_len, self.kv.num_blocks * self.kv.page_size + 1)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence, or refuse it: `InvalidRequestError`, `PromptTooLongError` if it can never fit."""
-        prompt, limits = sequence.prompt_len, self.limits
-        if prompt == 0:
-            raise InvalidRequestError("the prompt has no tokens; it must have at least one", "prompt")
-        low, high = min(sequence.tokens), max(sequence.tokens)
-        if low < 0 or high >= limits.vocab:
-            worst = low if low < 0 else high
-            raise InvalidRequestError(f"the prompt holds token id {worst}; ids are 0 to {limits.vocab - 1}", "prompt")
-        _check_sampling(sequence.sampling, limits.vocab)
-        room = self.max_request_tokens
-        if sequence.limit > room:
-            where = "the context" if room == limits.max_model_len else "the KV cache"
-            raise PromptTooLongError(
-                f"{prompt} prompt tokens and max_tokens {sequence.sampling.max_tokens} make {sequence.limit}; "
-                f"{where} holds {room}: shorten the prompt or lower max_tokens",
-                "prompt" if prompt >= room else "max_tokens",
-            )
+        """Queue a sequence. Raises `InvalidRequestError`, or `PromptTooLongError` if it can never fit."""
+        check_request(sequence, self.limits, self.max_request_tokens)
         self._queue(sequence)
 
     def release(self, sequence: Sequence, end: End) -> bool:
@@ -383,25 +357,6 @@ class Scheduler:
         self._changes += 1
         if sequence.state is State.PREEMPTED:
             self._queue(sequence)
-
-
-def _check_sampling(sampling: Sampling, vocab: int) -> None:
-    """What a worker relies on. Front ends check with better words; this keeps a faulty one from hurting the others."""
-    ids = (*sampling.bias_ids, *sampling.stop_ids)
-    checks = (
-        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
-        ("temperature", 0 <= sampling.temperature < math.inf, "0 or a positive number"),
-        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
-        ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "a positive number"),
-        ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= min(MAX_LOGPROBS, vocab), "0 to 20"),
-        ("logit_bias", len(sampling.bias_ids) == len(sampling.bias_values), "one value for each id"),
-        ("logit_bias", all(0 <= token < vocab for token in ids), f"of token ids 0 to {vocab - 1}, as stop ids are"),
-    )
-    for name, is_right, allowed in checks:
-        if not is_right:
-            raise InvalidRequestError(f"{name} is out of range; it must be {allowed}", name)
 
 
 _NAN = "the model's logits hold NaN or infinity for this request; its KV blocks are discarded"

@@ -13,10 +13,11 @@ from corellm.checkpoint import open_checkpoint
 from corellm.comms.messages import EngineInfo, Goodbye, Hello, Progress, Ready
 from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Launch, Settings, write_settings
+from corellm.engine.admission import Limits
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.kv_cache import make_allocator
 from corellm.engine.resolve import resolve
-from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.scheduler import Scheduler
 from corellm.engine.workers import Workers
 from corellm.errors import EngineDeadError
 from corellm.models.llama.spec import LlamaSpec

@@ -15,9 +15,11 @@ from corellm.comms.codec import Decoder, encode, i32
 from corellm.comms.messages import Dying, EngineMessage, Hello, Progress, Request, Sampling, StepEvents, Submit
 from corellm.comms.run_folder import RunFolder
 from corellm.engine import engine_client, front_ends
-from corellm.engine.engine_client import EngineClient, TokenStream
+from corellm.engine.admission import Limits
+from corellm.engine.engine_client import EngineClient
 from corellm.engine.kv_cache import make_allocator
-from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.scheduler import Scheduler
+from corellm.engine.token_stream import TokenStream
 from corellm.errors import (
     EngineDeadError,
     EngineTimeoutError,

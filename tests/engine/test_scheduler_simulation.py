@@ -13,8 +13,9 @@ import pytest
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import Request, Sampling, StepPlan, StepResult
+from corellm.engine.admission import Limits
 from corellm.engine.kv_cache import make_allocator
-from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.scheduler import Scheduler
 from corellm.engine.sequence import End, Sequence, State
 from corellm.errors import InvalidRequestError, PromptTooLongError
 from tests.support.simulated_worker import VOCAB, SimulatedWorker, Slot, unlimited_run

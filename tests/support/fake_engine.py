@@ -13,10 +13,11 @@ from pathlib import Path
 from corellm.comms.codec import i32
 from corellm.comms.messages import EngineInfo, StepPlan, StepResult
 from corellm.comms.run_folder import RunFolder
+from corellm.engine.admission import Limits
 from corellm.engine.engine import Engine
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.kv_cache import make_allocator
-from corellm.engine.scheduler import Limits, Scheduler
+from corellm.engine.scheduler import Scheduler
 from corellm.engine.stats import StatsPublisher
 from corellm.errors import CoreLLMError
 
