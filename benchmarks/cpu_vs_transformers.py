@@ -87,7 +87,7 @@ def main() -> None:
             times["peer_single"].append(peer.run(single, SINGLE_TOKENS))
     best = {name: min(values) for name, values in times.items()}
     batch = 32 * NEW_TOKENS
-    figures = {
+    figures: dict[str, Any] = {
         "prompt_tokens": sum(map(len, prompts)),
         "threads": cpu_count(),
         "seconds": times,

@@ -78,9 +78,10 @@ class Executor:
         """
         tokens = self._warm_up_tokens if self._device.type == "cuda" else min(CPU_WARM_UP_TOKENS, self._warm_up_tokens)
         report(Progress(stage="warm up", done=0, total=tokens, unit="tokens", rank=self._group.rank))
-        batch = padding_batch(tokens, self._num_blocks, self._page_size, self._device)
         try:
-            self._group.gather_logits(self._model.forward(batch, self._kv), self._spec.vocab)
+            for width in (1, tokens):  # kernels of decode rows and of wide ones are compiled now, not in a step
+                batch = padding_batch(width, self._num_blocks, self._page_size, self._device)
+                self._group.gather_logits(self._model.forward(batch, self._kv), self._spec.vocab)
         except torch.OutOfMemoryError:
             raise OutOfMemoryError(
                 f"a step of {tokens} tokens does not fit beside weights and KV cache on {self._device}; "
