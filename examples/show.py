@@ -21,10 +21,8 @@ def answer(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
-    answers = {
-        row["custom_id"]: row for row in map(json.loads, Path(sys.argv[2]).read_text(encoding="utf-8").splitlines())
-    }
+    rows = [json.loads(line) for line in Path(sys.argv[1]).read_bytes().splitlines()]
+    answers = {row["custom_id"]: row for row in map(json.loads, Path(sys.argv[2]).read_bytes().splitlines())}
     for number, row in enumerate(rows, start=1):
         print(f"\n> {question(row)}\n{answer(answers[row.get('custom_id', f'row-{number}')]).strip()}")
 

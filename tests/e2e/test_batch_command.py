@@ -73,7 +73,7 @@ class Batch:
         return process.returncode, out, err
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
 
     def written(self) -> int:
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
