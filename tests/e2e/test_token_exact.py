@@ -16,7 +16,7 @@ from corellm import EngineNode, SamplingParams
 from corellm.text.tokenizer import Tokenizer
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.reference import Greedy, count_ties, generate_greedy
-from tests.support.tiny_llama import make_tiny_llama
+from tests.support.tiny_llama import make_tiny_llama, tiny_prompts
 
 PROMPTS = int(os.environ.get("CORELLM_EXACT_PROMPTS", "40"))
 NEW_TOKENS = 12
@@ -59,12 +59,7 @@ def tiny_case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list
     path = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(path, heads=8, kv_heads=4, vocab=515, max_positions=1024)
     write_byte_tokenizer(path)
-    rng = random.Random(1)
-    common = [rng.randrange(515) for _ in range(400)]
-    prompts = [
-        common[: rng.randrange(100)] + [rng.randrange(515) for _ in range(int(300 ** rng.random()))]
-        for _ in range(PROMPTS)
-    ]
+    prompts = tiny_prompts(PROMPTS, 515)
     return path, prompts, generate_greedy(path, prompts, NEW_TOKENS)
 
 

@@ -13,7 +13,7 @@ import torch
 from corellm import EngineNode, SamplingParams
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.reference import Greedy, count_ties, generate_greedy
-from tests.support.tiny_llama import make_tiny_llama
+from tests.support.tiny_llama import make_tiny_llama, tiny_prompts
 from tests.unit.test_llama_spec import LLAMA_8B
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -27,11 +27,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]
     path = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(path, heads=8, kv_heads=4, vocab=515, max_positions=1024)
     write_byte_tokenizer(path)
-    rng = random.Random(1)
-    common = [rng.randrange(515) for _ in range(400)]
-    prompts = [
-        common[: rng.randrange(100)] + [rng.randrange(515) for _ in range(int(300 ** rng.random()))] for _ in range(60)
-    ]
+    prompts = tiny_prompts(60, 515)
     return path, prompts, generate_greedy(path, prompts, NEW_TOKENS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -64,3 +65,13 @@ def make_tiny_llama(
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def tiny_prompts(count: int, vocab: int) -> list[list[int]]:
+    """Random ids, 1 to 400 of them a prompt; many prompts begin alike."""
+    rng = random.Random(1)
+    common = [rng.randrange(vocab) for _ in range(400)]
+    return [
+        common[: rng.randrange(100)] + [rng.randrange(vocab) for _ in range(int(300 ** rng.random()))]
+        for _ in range(count)
+    ]
