@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict
 from pathlib import Path
 
 from corellm.checkpoint import Checkpoint
@@ -26,19 +25,23 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     on_gpu = device == "cuda"
     max_seqs, max_batch_tokens = _batch(options, *((256, 8192) if on_gpu else (64, 1024)))
     return Settings(
-        **{
-            **{name: value for name, value in asdict(options).items() if name in Settings.__struct_fields__},
-            "model": options.model or launch.model_path,
-            "model_path": launch.model_path,
-            "name": options.name or f"{Path(launch.model_path).name}-{secrets.token_hex(2)}",
-            "device": device,
-            "dtype": options.dtype if options.dtype != "auto" else (spec.dtype if on_gpu else "float32"),
-            "max_model_len": length,
-            "max_seqs": max_seqs,
-            "max_batch_tokens": max_batch_tokens,
-            "page_size": options.page_size or (64 if on_gpu else 16),
-            "threads": max(1, cpu_count() // options.tp),
-        }
+        model=options.model or launch.model_path,
+        model_path=launch.model_path,
+        name=options.name or f"{Path(launch.model_path).name}-{secrets.token_hex(2)}",
+        tp=options.tp,
+        device=device,
+        dtype=options.dtype if options.dtype != "auto" else (spec.dtype if on_gpu else "float32"),
+        max_model_len=length,
+        max_batch_tokens=max_batch_tokens,
+        max_seqs=max_seqs,
+        kv_cache=options.kv_cache,
+        page_size=options.page_size or (64 if on_gpu else 16),
+        kv_blocks=options.kv_blocks,
+        gpu_memory=options.gpu_memory,
+        load_format=options.load_format,
+        seed=options.seed,
+        log_level=options.log_level,
+        threads=max(1, cpu_count() // options.tp),
     )
 
 
