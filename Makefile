@@ -7,10 +7,10 @@ MATERIAL := .material/llama31-tokenizer
 PACKAGES := corellm corellm_cli corellm_tui
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test test-gpu check format clean
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 10
 
 demo: .venv/demo ## Answer examples/demo.jsonl with the demo model, on this machine's CPU.
 	$(BIN)/corellm batch examples/demo.jsonl --model demo --device cpu --restart -o demo.out.jsonl
@@ -18,6 +18,9 @@ demo: .venv/demo ## Answer examples/demo.jsonl with the demo model, on this mach
 
 test: check $(MATERIAL)/tokenizer.json ## Run every test and check that needs no GPU.
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-gpu: .venv/dev ## Run the tests that need an NVIDIA GPU; with two, tensor parallelism as well.
+	$(BIN)/python -m pytest -m gpu tests/gpu -s
 
 check: .venv/dev .venv/types ## Report on format, lint, types and layering; changes nothing.
 	$(BIN)/ruff format --check .

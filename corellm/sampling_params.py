@@ -10,6 +10,21 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_SCHEMA_CHARS = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class JsonConstraint:
+    """What an answer must be: one JSON value of `schema`, or with a `separator` one or more of them.
+
+    `schema` is a JSON schema as text. A keyword of it that cannot be held to is refused, or with `lenient` ignored.
+    `param` is the field of the request that an error about it names.
+    """
+
+    schema: str
+    separator: str = ""
+    lenient: bool = False
+    param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +49,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; 0: the sampled token's; k: also the k likeliest
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which are then computed whole
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
+    constraint: JsonConstraint | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -58,8 +75,11 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.constraint is not None:
+            self._check_constraint(self.constraint)
         self._check_stops()
         self._check_bias()
 
@@ -77,6 +97,20 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
+
+    def _check_constraint(self, constraint: JsonConstraint) -> None:
+        size = len(constraint.schema)
+        if size > MAX_SCHEMA_CHARS:
+            raise InvalidRequestError(
+                f"{constraint.param} makes a JSON schema of {size} characters; at most {MAX_SCHEMA_CHARS} are allowed",
+                constraint.param,
+            )
+        if self.ignore_eos:
+            raise InvalidRequestError(
+                f"ignore_eos is true, but an answer held to {constraint.param} ends where its JSON does; "
+                "leave one of them out",
+                "ignore_eos",
+            )
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from corellm.sampling_params import JsonConstraint
+
 PROTOCOL_VERSION = 1
 
 NO_TOKEN = -1
@@ -29,6 +31,9 @@ class I64(np.ndarray):
 
 class F32(np.ndarray):
     """Annotation of a one-dimensional float32 array."""
+
+
+_NO_INTEGERS = np.empty(0, dtype="<i4").view(I32)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -53,6 +58,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int = 0
     stop_ids: tuple[int, ...] = ()  # end the request, EOS among them unless it is ignored
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()
 
@@ -65,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     priority: int = 0  # 0 interactive, 1 batch; lower goes first
     cache_salt: str = ""  # prefixes are shared only under the same salt
+    constraint: JsonConstraint | None = None  # what the answer must be; the workers only ever see masks
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +171,18 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: F32
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of `StepResult` and `StepEvents`: of m prompt tokens in a row, from the one at position `first`, given the
+    tokens before each. The likeliest are [m, k] arrays, row-major, natural log. Position 0 has none."""
+
+    first: int
+    logprobs: F32  # [m]
+    ranks: I32  # [m] how many tokens are at least as likely, itself included
+    k: int
+    top_ids: I32  # [m * k], likeliest first
+    top_logprobs: F32  # [m * k]
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Part of `StepEvents`: the one terminal event of a request. Times are seconds from its arrival."""
 
@@ -192,6 +211,7 @@ class StepEvents(Message, frozen=True, kw_only=True):
     indices: I32
     finished: list[Finish] = []
     logprobs: list[Logprobs] = []
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # with the request's tag, in order of position
 
 
 class Dying(Message, frozen=True, kw_only=True):
@@ -272,6 +292,13 @@ class StepPlan(Message, frozen=True, kw_only=True):
 
     Row i feeds the next `row_tokens[i]` tokens of slot `row_slots[i]`; where `row_samples[i]` is 1 these reach the last
     known token and the row samples one more, which becomes the slot's next token on the device.
+
+    Row j of `masks`, ceil(vocabulary / 32) words long, says which tokens the sampling row `mask_rows[j]` (an index into
+    the rows that sample) may draw: bit `id % 32` of word `id // 32` is 1 where it may. All others draw freely.
+
+    `score_rows` (indices into all rows) are those whose result brings log-probabilities of prompt tokens: row i, fed
+    after the first `c` tokens of its slot, of those at positions `c + 1` to `c + row_tokens[i]`, as far as the prompt
+    goes. Each is from the logits of the position before, which no sampling setting has changed.
     """
 
     step: int
@@ -282,6 +309,9 @@ class StepPlan(Message, frozen=True, kw_only=True):
     row_slots: I32
     row_tokens: I32
     row_samples: I32
+    mask_rows: I32 = _NO_INTEGERS
+    masks: I32 = _NO_INTEGERS
+    score_rows: I32 = _NO_INTEGERS
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -326,6 +356,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     failed: I32  # indices of sampling rows whose logits hold NaN or infinity
     seconds: float  # forward and sampling
     logprobs: TopLogprobs | None = None
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # for each of the plan's `score_rows`, with its number
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

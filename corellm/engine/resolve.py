@@ -23,7 +23,7 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     if length > spec.max_positions:
         raise OptionError(f"--max-model-len is {length}; this model allows up to {spec.max_positions}")
     on_gpu = device == "cuda"
-    max_seqs, max_batch_tokens = _batch(options, *((256, 8192) if on_gpu else (64, 1024)))
+    max_seqs, max_batch_tokens = _batch(options, *((512, 8192) if on_gpu else (64, 1024)))
     return Settings(
         model=options.model or launch.model_path,
         model_path=launch.model_path,

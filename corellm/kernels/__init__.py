@@ -10,14 +10,32 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from corellm.errors import OptionError
-from corellm.kernels.inputs import Batch, Heads, Rope
+from corellm.kernels.inputs import Heads, Rope, Rows
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [n, heads, head_dim], k and v of one layer [blocks, page_size, kv_heads, head_dim]) -> [n, heads * head_dim]."""
+
+
+class AttentionPlan(Protocol):
+    """What all layers of a step share of attention, decided on the host."""
+
+    @property
+    def words(self) -> NDArray[np.int32]:
+        """What the device must be told; it may be empty."""
+        ...
+
+    def bind(self, words: Tensor, block_table: Tensor, page_size: int) -> PagedAttention:
+        """The plan on the device: `words` are there now; block_table int32 [slots, blocks] serves every step.
+
+        The result is called once a layer, after `rope_write_kv`.
+        """
+        ...
 
 
 class Backend(Protocol):
@@ -25,6 +43,16 @@ class Backend(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [n, in] times weight [out, in] transposed: [n, out]."""
+        ...
+
+    def locate(
+        self, slots: Tensor, positions: Tensor, tokens: Tensor, block_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the tables hold of the step's tokens, named by slot and position (int32 [n] each).
+
+        tokens, block_table: int32 [slots, ...]. Returns the ids int32 [n], the positions int64 [n], and the KV slots
+        `block * page_size + offset` int64 [n].
+        """
         ...
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -50,20 +78,30 @@ class Backend(Protocol):
         """
         ...
 
-    def plan_attention(self, batch: Batch, heads: Heads) -> PagedAttention:
-        """Do once what all layers of a step share; the result is called once a layer, after `rope_write_kv`."""
+    def can_capture(self, heads: Heads) -> bool:
+        """Whether a step can be captured in a CUDA graph: nothing in it depends on the host but `words`."""
         ...
 
-    def non_finite(self, logits: Tensor) -> Tensor:
-        """Which rows of logits [s, v] hold NaN or infinity: bool [s]."""
+    def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
+        """Plan a step's attention. With `width`, `words` has one size for any rows, up to `width` of one token each:
+        a graph that was captured with one such plan may run with the words of another."""
+        ...
+
+    def sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """One token for each row of logits [s, v], of any float dtype: (tokens int64 [s], failed bool [s]).
+
+        Where `temperatures` (float32 [s]) is under `COLDEST` the likeliest, the lowest id on ties; elsewhere a draw from
+        softmax(logits / temperature) that depends on nothing but the row's logits, its seed (int64 [s]) and the new
+        token's position (int64 [s]). failed: the row holds NaN or infinity.
+        """
         ...
 
     def penalize(
-        self, logits: Tensor, tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, penalties: Tensor
+        self, logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor, penalties: Tensor
     ) -> Tensor:
         """Logits [s, v] after repetition, presence and frequency penalties: penalties [3, s] in that order.
 
-        tokens: [s, longest] vocabulary ids known so far, of which row i has `lengths[i]`, the prompt in front.
+        Row i has seen the first `lengths[i]` vocabulary ids of row `slots[i]` of `table` (int32), its prompt in front.
         """
         ...
 
@@ -74,10 +112,14 @@ class Backend(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """One token for each row of logits [s, v] from softmax(logits): int64 [s].
+    def apply_bitmask(self, logits: Tensor, mask: Tensor) -> Tensor:
+        """Logits [s, v] with -inf for each id whose bit, id % 32 of word id // 32 of mask int32 [s, ⌈v / 32⌉], is 0."""
+        ...
 
-        The draw depends on nothing but the row's logits, its seed (int64 [s]) and the new token's position (int64 [s]).
+    def top_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Natural-log probabilities under logits [s, v]: of `tokens` (int64 [s]), and the k likeliest ids and theirs.
+
+        Returns float32 [s], int64 [s, k], float32 [s, k], likeliest first.
         """
         ...
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from corellm.kernels.inputs import Rows
 from corellm.kernels.tuning import AttentionTile
 
 ITEM_FIELDS = 8  # 32 bytes, so that lists laid end to end keep the alignment kernels are compiled for
@@ -23,7 +24,7 @@ ITEM_COST = 2  # KV tiles: about what starting an item and merging its result ta
 class AttentionWork:
     """What the programs of one launch do.
 
-    items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table, positions the
+    items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table (slot), positions the
     first token sees, first and last position (exclusive) of this item, slot of its partial result or -1 where it
     writes the output itself, 0.
     merges, int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first
@@ -41,21 +42,20 @@ class _Tiles:
 
     token: NDArray[np.int64]
     count: NDArray[np.int64]
-    row: NDArray[np.int64]
+    slot: NDArray[np.int64]
     visible: NDArray[np.int64]
 
 
 def plan_work(
-    rows: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    contexts: NDArray[np.int64],
+    rows: Rows,
+    chosen: NDArray[np.int64],
     *,
     tokens_per_tile: int,
     tile: AttentionTile,
     programs: int,
 ) -> AttentionWork:
-    """Work for `rows` of a batch with these `starts` and `contexts`; `programs` of a KV head run at a time."""
-    tiles = _query_tiles(rows, starts, contexts, tokens_per_tile)
+    """Work for the `chosen` of `rows`; `programs` of a KV head run at a time."""
+    tiles = _query_tiles(rows, chosen, tokens_per_tile)
     ends = tiles.visible + tiles.count - 1
     lengths = -(-ends // tile.block_n)  # in KV tiles
     step = -(-lengths // -(-lengths // _longest_item(lengths, tile, programs)))
@@ -67,7 +67,7 @@ def plan_work(
     start = index * step[of] * tile.block_n
     stop = np.minimum(start + step[of] * tile.block_n, ends[of])
     slot = np.where(splits[of] > 1, first_slot[of] + index, -1)
-    fields = (tiles.token[of], tiles.count[of], tiles.row[of], tiles.visible[of], start, stop, slot, 0 * slot)
+    fields = (tiles.token[of], tiles.count[of], tiles.slot[of], tiles.visible[of], start, stop, slot, 0 * slot)
     longest_first = np.argsort(start - stop, kind="stable")  # short ones fill the gaps at the end
     items = np.stack(fields, axis=1)[longest_first].astype(np.int32)
 
@@ -76,6 +76,16 @@ def plan_work(
     local = _ranks(tiles.count[split])
     merges = np.stack((tiles.token[tokens] + local, local, first_slot[tokens], splits[tokens]), axis=1)
     return AttentionWork(items, merges.astype(np.int32), int(splits[split].sum()))
+
+
+def most_items(tiles: int, programs: int) -> int:
+    """No work for so many tiles has more items than this: a split ends an item short of its length once a tile."""
+    return tiles + programs * max(ROUNDS)
+
+
+def most_split(tiles: int, programs: int) -> int:
+    """Nor more tiles that are split: each of those is longer than one item of the longest."""
+    return min(tiles, programs * max(ROUNDS))
 
 
 def _longest_item(lengths: NDArray[np.int64], tile: AttentionTile, programs: int) -> int:
@@ -92,15 +102,13 @@ def _longest_item(lengths: NDArray[np.int64], tile: AttentionTile, programs: int
     return options[cost.index(min(cost))]
 
 
-def _query_tiles(
-    rows: NDArray[np.int64], starts: NDArray[np.int64], contexts: NDArray[np.int64], tokens_per_tile: int
-) -> _Tiles:
-    lengths = starts[rows + 1] - starts[rows]
+def _query_tiles(rows: Rows, chosen: NDArray[np.int64], tokens_per_tile: int) -> _Tiles:
+    lengths = rows.starts[chosen + 1] - rows.starts[chosen]
     tiles = -(-lengths // tokens_per_tile)
-    row = np.repeat(rows, tiles)
-    token = starts[row] + _ranks(tiles) * tokens_per_tile
-    left = starts[row + 1] - token
-    return _Tiles(token, np.minimum(left, tokens_per_tile), row, contexts[row] - left + 1)
+    row = np.repeat(chosen, tiles)
+    token = rows.starts[row] + _ranks(tiles) * tokens_per_tile
+    left = rows.starts[row + 1] - token
+    return _Tiles(token, np.minimum(left, tokens_per_tile), rows.slots[row], rows.contexts[row] - left + 1)
 
 
 def _ranks(counts: NDArray[np.int64]) -> NDArray[np.int64]:

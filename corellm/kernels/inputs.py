@@ -46,17 +46,25 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one step as the host knows them, their tokens laid end to end.
+
+    Token i of a row attends to positions up to its own.
+    """
+
+    slots: NDArray[np.int64]  # [r] their rows in the block table
+    starts: NDArray[np.int64]  # [r + 1]: row i is tokens starts[i]:starts[i + 1] of the step
+    contexts: NDArray[np.int64]  # [r] tokens of the sequence whose KV is there after this step
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows of one step, their tokens laid end to end. Token i of a row attends to positions up to its own."""
+    """The tokens of one step on the device."""
 
     tokens: Tensor  # [n] int32 vocabulary ids
     positions: Tensor  # [n] int64 in the sequence
     kv_slots: Tensor  # [n] int64 where K and V of each token go
-    block_table: Tensor  # [r, blocks] int32 block ids in order of position
     sampled: Tensor  # [s] int64 index in 0..n-1 of the last token of each sampling row
-    starts: NDArray[np.int64]  # [r + 1] on the host: row i is tokens[starts[i]:starts[i + 1]]
-    contexts: NDArray[np.int64]  # [r] on the host: tokens of the sequence whose KV is there after this step
-    page_size: int
 
 
 @dataclass(frozen=True, slots=True)

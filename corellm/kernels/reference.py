@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from corellm.kernels import PagedAttention, reference_sampling
-from corellm.kernels.inputs import Batch, Heads, Rope
+from corellm.kernels import AttentionPlan, PagedAttention, reference_sampling
+from corellm.kernels.inputs import Heads, Rope, Rows
 from corellm.kernels.reference_attention import ReferenceAttention
 
 
@@ -19,6 +22,13 @@ class ReferenceBackend:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.linear = _fastest_linear(device, dtype)
+
+    def locate(
+        self, slots: Tensor, positions: Tensor, tokens: Tensor, block_table: Tensor, page_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        positions = positions.long()
+        blocks = block_table[slots, positions // page_size].long()
+        return tokens[slots, positions], positions, blocks * page_size + positions % page_size
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
@@ -44,13 +54,29 @@ class ReferenceBackend:
         v.view(-1, heads.kv, heads.dim).index_copy_(0, kv_slots, qkv[:, heads.count + heads.kv :])
         return rotated[:, : heads.count]
 
-    def plan_attention(self, batch: Batch, heads: Heads) -> PagedAttention:
-        return ReferenceAttention(batch, heads)
+    def can_capture(self, heads: Heads) -> bool:
+        return False
 
-    non_finite = staticmethod(reference_sampling.non_finite)
+    def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
+        return ReferencePlan(rows, heads)
+
+    sample = staticmethod(reference_sampling.sample)
     penalize = staticmethod(reference_sampling.penalize)
     mask_unlikely = staticmethod(reference_sampling.mask_unlikely)
-    draw = staticmethod(reference_sampling.draw)
+    apply_bitmask = staticmethod(reference_sampling.apply_bitmask)
+    top_logprobs = staticmethod(reference_sampling.top_logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """Implements `corellm.kernels.AttentionPlan`: the host tells torch what to do, so the device need not be told."""
+
+    rows: Rows
+    heads: Heads
+    words: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def bind(self, words: Tensor, block_table: Tensor, page_size: int) -> PagedAttention:
+        return ReferenceAttention(self.rows, self.heads, block_table, page_size)
 
 
 def _fastest_linear(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

@@ -7,13 +7,15 @@ a shorter row repeat its last token, and are masked.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from corellm.kernels.inputs import Batch, Heads
+from corellm.kernels.inputs import Heads, Rows
 
 SHORTEST_GROUP = 256  # tokens; shorter contexts share one group, since a call costs more than their padding
 QUERY_TILE = 256  # tokens; bounds the mask of a chunk behind a long prefix
@@ -22,12 +24,13 @@ QUERY_TILE = 256  # tokens; bounds the mask of a chunk behind a long prefix
 class ReferenceAttention:
     """Attention of one step: call it with q and the cache of each layer. Implements `PagedAttention`."""
 
-    def __init__(self, batch: Batch, heads: Heads) -> None:
-        lengths = np.diff(batch.starts)
+    def __init__(self, rows: Rows, heads: Heads, block_table: Tensor, page_size: int) -> None:
+        lengths = np.diff(rows.starts)
         decode = np.flatnonzero(lengths == 1)
+        cache = _Cache(block_table, page_size, heads)
         self._heads = heads
-        self._groups = [_DecodeGroup(batch, heads, rows) for rows in _by_length(decode, batch.contexts)]
-        self._chunks = [_PrefillChunk(batch, heads, int(row)) for row in np.flatnonzero(lengths > 1)]
+        self._groups = [_DecodeGroup(rows, group, cache) for group in _by_length(decode, rows.contexts)]
+        self._chunks = [_PrefillChunk(rows, int(row), cache) for row in np.flatnonzero(lengths > 1)]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, head_dim]; k, v [blocks, page_size, kv_heads, head_dim]. Returns [n, heads * head_dim]."""
@@ -40,24 +43,41 @@ class ReferenceAttention:
         return out.view(len(q), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """How the cache of a layer is found: the block table of every slot, and what a block holds."""
+
+    table: Tensor
+    page_size: int
+    heads: Heads
+
+    def rows(self, slots: NDArray[np.int64], positions: Tensor) -> Tensor:
+        """Rows of the cache seen as [kv slots * kv_heads, head_dim] for positions [r, l] of slots [r].
+
+        Returns int64 [r, kv_heads, l].
+        """
+        table, size, kv_heads = self.table[torch.from_numpy(slots).to(self.table.device)], self.page_size, self.heads.kv
+        found = table.gather(1, positions // size).long() * size + positions % size
+        return found[:, None, :] * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]
+
+
 class _DecodeGroup:
     """Rows of one query token each: `tokens` are their places in the batch, r of them, l the longest context."""
 
-    def __init__(self, batch: Batch, heads: Heads, rows: NDArray[np.int64]) -> None:
-        device = batch.tokens.device
-        contexts = torch.from_numpy(batch.contexts[rows]).to(device)
-        first, last = int(batch.starts[rows[0]]), int(batch.starts[rows[-1]])
-        contiguous = last - first + 1 == len(rows)
+    def __init__(self, rows: Rows, group: NDArray[np.int64], cache: _Cache) -> None:
+        device = cache.table.device
+        contexts = torch.from_numpy(rows.contexts[group]).to(device)
+        first, last = int(rows.starts[group[0]]), int(rows.starts[group[-1]])
+        contiguous = last - first + 1 == len(group)
         self.tokens: slice | Tensor = (
-            slice(first, last + 1) if contiguous else torch.from_numpy(batch.starts[rows]).to(device)
+            slice(first, last + 1) if contiguous else torch.from_numpy(rows.starts[group]).to(device)
         )
-        self._heads = heads
-        span = torch.arange(int(batch.contexts[rows].max()), device=device)
+        self._heads = cache.heads
+        span = torch.arange(int(rows.contexts[group].max()), device=device)
         positions = torch.minimum(span, contexts[:, None] - 1)
-        table = batch.block_table[torch.from_numpy(rows).to(device)]
-        self._index = _kv_rows(table, positions, batch.page_size, heads.kv).flatten()
-        mask = torch.zeros(len(rows), len(span), device=device).masked_fill_(span >= contexts[:, None], -torch.inf)
-        self._mask = mask.repeat_interleave(heads.kv, dim=0)[:, None]  # [r * kv_heads, 1, l]
+        self._index = cache.rows(rows.slots[group], positions).flatten()
+        mask = torch.zeros(len(group), len(span), device=device).masked_fill_(span >= contexts[:, None], -torch.inf)
+        self._mask = mask.repeat_interleave(cache.heads.kv, dim=0)[:, None]  # [r * kv_heads, 1, l]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [r, heads, head_dim], k and v [kv slots * kv_heads, head_dim]. Softmax and sums in float32."""
@@ -72,13 +92,12 @@ class _DecodeGroup:
 class _PrefillChunk:
     """The t query tokens of one row, behind a prefix whose KV is there already (it may be empty)."""
 
-    def __init__(self, batch: Batch, heads: Heads, row: int) -> None:
-        device = batch.tokens.device
-        self._heads = heads
-        self._start, self._stop = int(batch.starts[row]), int(batch.starts[row + 1])
-        context = int(batch.contexts[row])
-        span = torch.arange(context, device=device)
-        self._index = _kv_rows(batch.block_table[row, None], span[None], batch.page_size, heads.kv).flatten()
+    def __init__(self, rows: Rows, row: int, cache: _Cache) -> None:
+        self._heads = cache.heads
+        self._start, self._stop = int(rows.starts[row]), int(rows.starts[row + 1])
+        context = int(rows.contexts[row])
+        span = torch.arange(context, device=cache.table.device)
+        self._index = cache.rows(rows.slots[row, None], span[None]).flatten()
         self._prefix = context - (self._stop - self._start)
         # Without a prefix the triangle is square, which torch's own causal mode computes without a mask.
         tile = QUERY_TILE if self._prefix else self._stop - self._start
@@ -115,12 +134,3 @@ def _by_length(rows: NDArray[np.int64], contexts: NDArray[np.int64]) -> list[NDA
     """Split rows so that within a group the longest context is at most twice the shortest (or `SHORTEST_GROUP`)."""
     octave = np.ceil(np.log2(np.maximum(contexts[rows], SHORTEST_GROUP)))
     return [rows[octave == level] for level in np.unique(octave)]
-
-
-def _kv_rows(table: Tensor, positions: Tensor, page_size: int, kv_heads: int) -> Tensor:
-    """Rows of the cache seen as [kv slots * kv_heads, head_dim] for each position of each sequence.
-
-    table [r, blocks], positions [r, l]. Returns int64 [r, kv_heads, l].
-    """
-    slots = table.gather(1, positions // page_size).long() * page_size + positions % page_size
-    return slots[:, None, :] * kv_heads + torch.arange(kv_heads, device=table.device)[:, None]

@@ -104,6 +104,7 @@ def paged_attention_kernel(
     partials,
     stats,
     work,
+    counts,
     table,
     table_stride,
     q_stride,
@@ -116,13 +117,17 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: items * KV_HEADS. q [n, HEADS, DIM] with rows q_stride apart; out [n, HEADS * DIM]; `scale` holds log2(e).
+    """Grid: items * KV_HEADS, or more. q [n, HEADS, DIM], rows q_stride apart; out [n, HEADS * DIM]; `scale` holds
+    log2(e).
 
-    k, v [blocks, PAGE, KV_HEADS, DIM]; work as `attention_work` says; table [r, table_stride] of block ids.
+    k, v [blocks, PAGE, KV_HEADS, DIM]; work as `attention_work` says, counts [2] of its items and merges;
+    table [slots, table_stride] of block ids.
     partials [slots, KV_HEADS, BLOCK_M, DIM] and stats [slots, KV_HEADS, BLOCK_M], both float32.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     pid = tl.program_id(0)
+    if pid // KV_HEADS >= tl.load(counts):
+        return
     kv_head = pid % KV_HEADS  # neighbours read neighbouring heads of the same blocks
     item = work + (pid // KV_HEADS) * _ITEM_FIELDS
     token, tokens, row = tl.load(item), tl.load(item + 1), tl.load(item + 2)
@@ -169,15 +174,18 @@ def merge_partials_kernel(
     stats,
     out,
     work,
+    counts,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Grid: merges * HEADS. One query token and head from the partial results of its splits; see `attention_work`."""
+    """Grid: merges * HEADS, or more. One query token and head from the partial results of its splits; see `attention_work`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     STEP: tl.constexpr = KV_HEADS * BLOCK_M  # from one split's row to the next's
     pid = tl.program_id(0)
+    if pid // HEADS >= tl.load(counts + 1):
+        return
     head = pid % HEADS
     merge = work + (pid // HEADS) * _MERGE_FIELDS
     token, local, first, splits = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)

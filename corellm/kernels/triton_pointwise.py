@@ -14,6 +14,7 @@ from corellm.kernels.inputs import Heads, Rope
 
 ROPE_HEADS = 8
 SILU_BLOCK = 1024
+LOCATE_BLOCK = 128  # tokens
 
 
 @triton.jit
@@ -88,6 +89,22 @@ def rope_write_kv_kernel(
     tl.store(to_v + HALF, high, mask=is_value)
 
 
+@triton.jit(do_not_specialize=["count"])
+def locate_kernel(
+    slots, positions, tokens, table, found, places, kv_slots, count, tokens_stride, table_stride,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of the step's `count` tokens; see `Backend.locate`."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    slot = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + at, mask=inside, other=0).to(tl.int64)
+    tl.store(found + at, tl.load(tokens + slot * tokens_stride + position, mask=inside, other=0), mask=inside)
+    tl.store(places + at, position, mask=inside)
+    block = tl.load(table + slot * table_stride + position // PAGE, mask=inside, other=0).to(tl.int64)
+    tl.store(kv_slots + at, block * PAGE + position % PAGE, mask=inside)
+
+
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `Backend.rms_norm` and, with a residual, `Backend.add_rms_norm`."""
     out = torch.empty_like(x)
@@ -98,6 +115,20 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out
+
+
+def locate(
+    slots: Tensor, positions: Tensor, tokens: Tensor, block_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.locate`."""
+    count = len(slots)
+    found = torch.empty_like(slots)
+    places, kv_slots = torch.empty(2, count, dtype=torch.int64, device=slots.device)
+    locate_kernel[(triton.cdiv(count, LOCATE_BLOCK),)](
+        slots, positions, tokens, block_table, found, places, kv_slots, count, tokens.stride(0), block_table.stride(0),
+        PAGE=page_size, BLOCK=LOCATE_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return found, places, kv_slots
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -32,16 +32,14 @@ def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryTable:
-    """Cosines and sines of every position, float32 [positions, head_dim / 2] each."""
+    """Rotary factors of every position, computed in float32 and rounded to `dtype`: see `Rope`."""
 
-    def __init__(self, frequencies: Tensor, positions: int, device: torch.device) -> None:
+    def __init__(self, frequencies: Tensor, positions: int, device: torch.device, dtype: torch.dtype) -> None:
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
-        self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), dim=-1).to(dtype)[:, None].to(device)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(dtype)[:, None].to(device)
 
-    def lookup(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Factors for positions [n], computed in float32 and rounded to `dtype`."""
-        cos, sin = self._cos[positions], self._sin[positions]
-        return Rope(
-            cos=torch.cat((cos, cos), dim=-1).to(dtype)[:, None],
-            sin=torch.cat((-sin, sin), dim=-1).to(dtype)[:, None],
-        )
+    def lookup(self, positions: Tensor) -> Rope:
+        """Factors for positions [n]."""
+        return Rope(cos=self._cos.index_select(0, positions), sin=self._sin.index_select(0, positions))

@@ -1,27 +1,62 @@
-"""Runs plans on one rank: slot tables, forward pass, sampling."""
+"""Runs plans on one rank: slot tables, forward pass, sampling. Nothing here waits for the device."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import AllocateKV, Progress, StepPlan, StepResult
 from corellm.errors import OutOfMemoryError
-from corellm.kernels import default_backend, load_backend
+from corellm.kernels import AttentionPlan, default_backend, load_backend
+from corellm.kernels.inputs import Rows
 from corellm.layers.parallel import Collectives
 from corellm.models.llama.graph import Llama
 from corellm.models.llama.spec import LlamaSpec
-from corellm.worker.batch_inputs import build_batch, padding_batch
+from corellm.worker.batch_inputs import Layout, StepRows, device_inputs
+from corellm.worker.cuda_graphs import Computed, DecodeGraphs, widths
 from corellm.worker.kv_memory import kv_bytes, kv_cache
-from corellm.worker.sampler import Sampled, Sampler
-from corellm.worker.slots import SlotTables
+from corellm.worker.sampler import RawLogprobs, StepSampling
+from corellm.worker.scoring import RowScores, score_prompts
+from corellm.worker.slots import SlotTables, Write, write
+from corellm.worker.transfers import Download, Stopwatch, upload
 
 CPU_WARM_UP_TOKENS = 64
+
+
+class Launched:
+    """A step that runs on the device; rank 0 asks it for its result."""
+
+    def __init__(
+        self, step: int, watch: Stopwatch, tokens: Tensor, failed: Tensor, logprobs: RawLogprobs | None,
+        scores: list[RowScores],
+    ) -> None:  # fmt: skip
+        self.step = step
+        self._logprobs, self._scores = logprobs, scores
+        self._watch = watch
+        self._watch.stop()
+        self._download = Download(tokens, failed)
+
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._download.is_done()
+
+    def result(self) -> StepResult:
+        """What the step sampled, once it is there."""
+        tokens, failed = self._download.arrays()
+        return StepResult(
+            step=self.step,
+            tokens=i32(tokens),
+            failed=i32(np.flatnonzero(failed)),
+            logprobs=self._logprobs.message() if self._logprobs else None,
+            prompt_logprobs=[scores.message() for scores in self._scores],
+            seconds=self._watch.seconds(),
+        )
 
 
 class Executor:
@@ -51,12 +86,12 @@ class Executor:
         self._device = device
         self._dtype = dtype
         self._group = group
+        self.rank = group.rank
         self._backend = load_backend(backend or default_backend(device), device, dtype)
 
     def allocate(self, command: AllocateKV) -> None:
         """Lay out the KV blocks, and make the tables of every slot."""
         spec, group = self._spec, self._group
-        self._num_blocks = command.num_blocks
         self._kv = kv_cache(self._kv_memory, spec, group.size, command.num_blocks, self._page_size, self._dtype)
         self._tables = SlotTables(
             max_seqs=command.max_seqs,
@@ -66,63 +101,136 @@ class Executor:
             vocab=spec.vocab,
             device=self._device,
         )
-        self._sampler = Sampler(self._backend, self._tables)
-        self._model = Llama(spec, self._weights, self._backend, group, max_model_len=command.max_model_len)
-        self._warm_up_tokens = min(command.max_batch_tokens, command.max_model_len)
+        self._model = Llama(
+            spec, self._weights, self._backend, group, max_model_len=command.max_model_len, dtype=self._dtype
+        )
+        self._graphs = DecodeGraphs() if self._backend.can_capture(self._model.heads) else None
+        self._widest = min(command.max_batch_tokens, command.max_model_len)
 
     @torch.inference_mode()
     def warm_up(self, report: Callable[[Progress], None]) -> None:
-        """Run the forward pass once; on a GPU at full width, so that memory it lacks is missed now.
+        """Run the forward pass once; on a GPU at full width, so that memory it lacks is missed now, and capture graphs.
 
         Raises `OutOfMemoryError`.
         """
-        tokens = self._warm_up_tokens if self._device.type == "cuda" else min(CPU_WARM_UP_TOKENS, self._warm_up_tokens)
-        report(Progress(stage="warm up", done=0, total=tokens, unit="tokens", rank=self._group.rank))
+        tokens = self._widest if self._device.type == "cuda" else min(CPU_WARM_UP_TOKENS, self._widest)
+        sizes = widths(self._tables.spare) if self._graphs else []
+        total = tokens + sum(sizes)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            report(Progress(stage="warm up", done=done, total=total, unit="tokens", rank=self._group.rank))
+
+        advance(0)
         try:
             for width in (1, tokens):  # kernels of decode rows and of wide ones are compiled now, not in a step
-                batch = padding_batch(width, self._num_blocks, self._page_size, self._device)
-                self._group.gather_logits(self._model.forward(batch, self._kv), self._spec.vocab)
+                self._compute(*self._padding(np.array([width])))
+            advance(tokens)
+            if self._graphs:
+                logits = torch.empty(sizes[-1], self._spec.vocab, dtype=self._dtype, device=self._device)
+                for width in reversed(sizes):
+                    self._capture(self._graphs, width, logits)
+                    advance(width)
         except torch.OutOfMemoryError:
             raise OutOfMemoryError(
                 f"a step of {tokens} tokens does not fit beside weights and KV cache on {self._device}; "
                 f"lower --gpu-memory or --max-batch-tokens"
             ) from None
-        report(Progress(stage="warm up", done=tokens, total=tokens, unit="tokens", rank=self._group.rank))
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run one step. Rank 0 returns its result, the others None.
+    def execute(self, plan: StepPlan) -> Launched:
+        """Launch one step.
 
         Raises `ProtocolError` for a plan that does not fit the tables.
         """
-        started = time.perf_counter()
-        self._tables.apply(plan)
-        sampled = self._run_rows(plan) if len(plan.row_slots) else None
-        if self._group.rank:
-            return None
-        if sampled is None:
-            return StepResult(step=plan.step, tokens=i32([]), failed=i32([]), seconds=time.perf_counter() - started)
-        return StepResult(
-            step=plan.step,
-            tokens=i32(sampled.tokens.cpu()),
-            failed=i32(np.flatnonzero(sampled.failed.cpu())),
-            logprobs=sampled.logprobs.of(sampled.tokens) if sampled.logprobs else None,
-            seconds=time.perf_counter() - started,
-        )
+        watch, tables = Stopwatch(self._device), self._tables
+        entries = tables.apply(plan)
+        rows = StepRows.of(plan, tables)
+        sampling = StepSampling(plan, rows, tables)
+        tables.advance(rows.rows.slots, np.diff(rows.rows.starts))
+        computed = self._run(rows, sampling, entries)
+        count = len(rows.sampling)
+        tokens, failed = computed.tokens[:count], computed.failed[:count]
+        if len(sampling.special):
+            self._sample_special(rows, sampling, computed)
+        logits = computed.logits
+        logprobs = sampling.logprobs(self._backend, logits, tokens) if logits is not None else None
+        scores = score_prompts(plan, rows, tables, self._backend, computed.hidden, self._logits)
+        return Launched(plan.step, watch, tokens, failed, logprobs, scores)
 
-    def _run_rows(self, plan: StepPlan) -> Sampled | None:
-        """Forward and sample; None where there is nothing to sample, or another rank does it."""
+    def _run(self, rows: StepRows, sampling: StepSampling, entries: Write) -> Computed:
+        """Upload what the step needs, write `entries` into the tables, and compute: by a graph if there is one."""
+        graphs = self._graphs if rows.decodes else None
+        captured = graphs.layout(rows.tokens) if graphs else None
+        width = captured.tokens if captured else None
+        plan = self._backend.plan_attention(rows.rows, self._model.heads, width)
+        layout = captured or Layout(rows.tokens, len(rows.sampling), len(plan.words))
+        words = rows.words(layout, plan.words, sampling.temperatures, sampling.seeds, self._tables.spare)
+        uploaded = upload(np.concatenate((words, *entries)), self._device)
+        if len(entries[0]):
+            write(self._tables.memory, uploaded[layout.words :])
+        if graphs and captured:
+            return graphs.run(captured, uploaded)
+        return self._compute(uploaded[: layout.words], layout, plan)
+
+    def _compute(self, words: Tensor, layout: Layout, plan: AttentionPlan) -> Computed:
+        """Forward and sample; what is launched does not depend on the values in `words`."""
         tables, group = self._tables, self._group
-        batch = build_batch(plan, tables)
-        tables.advance(plan.row_slots.astype(np.int64), plan.row_tokens.astype(np.int64))
-        logits = self._model.forward(batch, self._kv)
-        sampling = np.asarray(plan.row_samples, dtype=bool)
-        if not sampling.any():
-            return None
-        slots, positions = plan.row_slots[sampling].astype(np.int64), batch.contexts[sampling]
-        gathered = group.gather_logits(logits, self._spec.vocab)
-        sampled = None if gathered is None else self._sampler.sample(gathered, slots, positions)
-        tokens = sampled.tokens if sampled else torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        tokens = torch.empty(layout.sampled, dtype=torch.int64, device=self._device)
+        failed = torch.empty_like(tokens, dtype=torch.bool)
+        if not layout.tokens:
+            return Computed(torch.empty(0, self._spec.hidden), None, tokens, failed)
+        batch, rows, attention = device_inputs(words, layout, tables, self._backend)
+        attend = plan.bind(attention, tables.block_table, self._page_size)
+        hidden = self._model.forward(batch, attend, self._kv)
+        if not layout.sampled:
+            return Computed(hidden, None, tokens, failed)
+        logits = self._logits(hidden.index_select(0, batch.sampled))
+        if logits is not None:
+            tokens, failed = self._backend.sample(logits, rows.temperatures, rows.seeds, rows.positions)
         tokens = group.broadcast(tokens)
-        tables.tokens[tables.upload(slots), tables.upload(positions)] = tokens.int()
-        return sampled
+        tables.tokens[rows.slots, rows.positions] = tokens.int()
+        return Computed(hidden, logits, tokens, failed)
+
+    def _logits(self, hidden: Tensor) -> Tensor | None:
+        """Logits of hidden [s, hidden] on rank 0, None elsewhere; every rank calls it."""
+        return self._group.gather_logits(self._model.logits(hidden), self._spec.vocab)
+
+    def _capture(self, graphs: DecodeGraphs, width: int, logits: Tensor) -> None:
+        """Capture decode steps of `width` rows, which leave their logits in `logits`: one place for all graphs, since
+        one runs at a time and every width would else hold memory of its own."""
+        words, layout, plan = self._padding(np.ones(width, np.int64), width)
+
+        def compute() -> Computed:
+            computed = self._compute(words, layout, plan)
+            if computed.logits is None:
+                return computed
+            return replace(computed, logits=logits[:width].copy_(computed.logits))
+
+        graphs.capture(layout, words, compute)
+
+    def _padding(self, counts: NDArray[np.int64], width: int | None = None) -> tuple[Tensor, Layout, AttentionPlan]:
+        """Inputs of a step whose rows, of `counts` tokens, all belong to the spare slot: to warm up with."""
+        spare = np.full(len(counts), self._tables.spare)
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        every = np.arange(len(counts))
+        rows = StepRows(Rows(spare, starts, counts), every, spare, counts)
+        plan = self._backend.plan_attention(rows.rows, self._model.heads, width)
+        layout = Layout(rows.tokens, len(counts), len(plan.words))
+        settings = np.zeros(len(counts), np.float32), np.zeros(len(counts), np.int64)
+        return upload(rows.words(layout, plan.words, *settings, self._tables.spare), self._device), layout, plan
+
+    def _sample_special(self, rows: StepRows, sampling: StepSampling, computed: Computed) -> None:
+        """Put the tokens of special rows in the place of those that every row got."""
+        index = upload(sampling.special, self._device)
+        if computed.logits is not None:
+            tokens = sampling.draw_special(self._backend, computed.logits)
+            tokens = tokens.masked_fill_(computed.failed[index], 0)
+        else:
+            tokens = torch.empty(len(sampling.special), dtype=torch.int64, device=self._device)
+        tokens = self._group.broadcast(tokens)
+        computed.tokens[index] = tokens
+        slots, positions = (upload(of[sampling.special], self._device) for of in (rows.slots, rows.positions))
+        self._tables.tokens[slots, positions] = tokens.int()

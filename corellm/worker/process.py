@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,7 @@ from corellm.errors import CoreLLMError, OutOfMemoryError
 from corellm.models.llama.spec import weight_table
 from corellm.worker.budget import block_budget
 from corellm.worker.collectives import SingleRank, TorchDistributed, make_collectives
-from corellm.worker.executor import Executor
+from corellm.worker.executor import Executor, Launched
 from corellm.worker.slab import Slab
 from corellm.worker.weight_loader import dummy_weights, load_weights
 
@@ -89,10 +90,14 @@ class Pulse(threading.Thread):
         self._busy_since: float | None = None
 
     def begin(self, step: int) -> None:
-        self._step, self._busy_since = step, time.monotonic()
+        """Step `step` has been launched, perhaps behind others."""
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+        self._step = step
 
-    def end(self) -> None:
-        self._busy_since = None
+    def end(self, step: int) -> None:
+        """Step `step` is done."""
+        self._busy_since = None if step == self._step else time.monotonic()
 
     def run(self) -> None:
         socket = sockets.push(self._context, self._address)
@@ -114,6 +119,7 @@ class Worker:
         self.settings, self.folder, self.rank, self.socket, self.pulse = settings, folder, rank, socket, pulse
         self.device = torch.device(f"cuda:{rank}" if settings.device == "cuda" else "cpu")
         self._commands: Decoder[WorkerCommand] = Decoder(WorkerCommand)
+        self._launched: deque[Launched] = deque()
 
     def send(self, report: WorkerReport) -> None:
         self.socket.send(encode(report))
@@ -123,14 +129,12 @@ class Worker:
         group = self._join()
         executor = self._load(group)
         while True:
+            self._answer()
             command = self._commands.decode(self.socket.recv())
             match command:
                 case StepPlan():
                     self.pulse.begin(command.step)
-                    result = executor.execute(command)
-                    self.pulse.end()
-                    if result is not None:
-                        self.send(result)
+                    self._launched.append(executor.execute(command))
                 case AllocateKV():
                     executor.allocate(command)
                     executor.warm_up(self._report)
@@ -138,6 +142,20 @@ class Worker:
                 case Shutdown():
                     group.close()
                     return
+
+    def _answer(self) -> None:
+        """Send the results of steps as they end, until all have or a command waits to be read.
+
+        It spins: to be woken takes longer than the device may be left without work, and while it works one core may.
+        """
+        while self._launched:
+            if self._launched[0].is_done():
+                step = self._launched.popleft()
+                if self.rank == 0:
+                    self.send(step.result())
+                self.pulse.end(step.step)
+            elif self.socket.poll(0):
+                return
 
     def _report(self, progress: Progress) -> None:
         self.send(msgspec.structs.replace(progress, rank=self.rank))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corellm.kernels.attention_work import AttentionWork, plan_work
+from corellm.kernels.inputs import Rows
 from corellm.kernels.tuning import AttentionTile
 
 TILE = AttentionTile(16, 64, warps=2, stages=2, programs_per_sm=2, min_split=4, max_splits=64)
@@ -19,7 +20,8 @@ TILE = AttentionTile(16, 64, warps=2, stages=2, programs_per_sm=2, min_split=4, 
 def plan(rows: list[tuple[int, int]], programs: int, per_tile: int = 4, tile: AttentionTile = TILE) -> AttentionWork:
     starts = np.concatenate(([0], np.cumsum([new for _, new in rows])))
     contexts = np.array([prefix + new for prefix, new in rows])
-    return plan_work(np.arange(len(rows)), starts, contexts, tokens_per_tile=per_tile, tile=tile, programs=programs)
+    every = np.arange(len(rows))
+    return plan_work(Rows(every, starts, contexts), every, tokens_per_tile=per_tile, tile=tile, programs=programs)
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from corellm.comms.codec import i32
 from corellm.comms.messages import AllocateKV, Progress, Sampling
 from corellm.errors import ProtocolError
+from corellm.worker import scoring
 from corellm.worker.collectives import SingleRank, make_collectives
 from corellm.worker.kv_memory import kv_cache
 from tests.support.executor_models import CPU, Driver, greedy, greedy_truth, make_executor, spec_of, tiny_llama
@@ -104,6 +105,35 @@ def test_penalised_output_equals_transformers(model: LlamaForCausalLM) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False, repetition_penalty=1.7
         )
     assert driver.generate(0, COUNT) == out[0, len(PROMPTS[4]) :].tolist()
+
+
+@pytest.mark.parametrize("at_once", [4, 256])
+def test_prompts_are_scored_chunk_by_chunk(
+    model: LlamaForCausalLM, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside rows that are not, and up to the prompt's end: in a slot that opens with outputs these are not scored."""
+    monkeypatch.setattr(scoring, "AT_ONCE", at_once)
+    prompt, count = PROMPTS[4], len(PROMPTS[4])
+    with torch.inference_mode():
+        truth = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+    driver = Driver(make_executor(model))
+    driver.open(3, PROMPTS[0], greedy())
+    driver.open(1, [*prompt, 7, 9], greedy(prompt_logprobs=3), prompt_len=count)
+    position = 1
+    for step, chunk in enumerate((1, 14, 6, 3, 1)):
+        rows = [(1, chunk)] if step else [(3, 1), (1, chunk)]
+        ((row, found),) = driver.run(rows, score=[len(rows) - 1]).prompt_logprobs
+        assert (row, found.first, found.k) == (len(rows) - 1, position, 3)
+        stop = min(position + chunk, count)
+        expected = truth[position - 1 : stop - 1]
+        of_tokens = expected[range(stop - position), prompt[position:stop]]
+        assert found.logprobs.tolist() == pytest.approx(of_tokens.tolist(), abs=1e-4)
+        assert found.ranks.tolist() == (expected >= of_tokens[:, None]).sum(-1).tolist()
+        best = expected.topk(3)
+        assert found.top_ids.tolist() == best.indices.flatten().tolist()
+        assert found.top_logprobs.tolist() == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
+        position += chunk
+    assert driver.generate(3, COUNT) == greedy_truth(model, PROMPTS[0], COUNT)
 
 
 def test_seeded_sampling_is_the_same_alone_chunked_and_in_a_batch(model: LlamaForCausalLM) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corellm.kernels import load_backend, reference_attention
-from corellm.kernels.inputs import Batch, Heads
+from corellm.kernels.inputs import Heads, Rows
 from tests.support.executor_models import CPU
 
 HEADS = Heads(count=6, kv=2, dim=8)
@@ -49,9 +49,11 @@ def check_rows(rows: list[tuple[int, int]], page_size: int, seed: int) -> None:
         queries.append(torch.randn(new, HEADS.count, HEADS.dim, generator=generator))
         truth.append(dense(queries[-1], keys, values))
     starts = np.concatenate(([0], np.cumsum([new for _, new in rows])))
-    unused = torch.zeros(0, dtype=torch.int64)
-    batch = Batch(unused, unused, unused, table, unused, starts, contexts, page_size)
-    attend = load_backend("reference", CPU, torch.float32).plan_attention(batch, HEADS)
+    slots = rng.permutation(len(rows))
+    by_slot = torch.empty_like(table)
+    by_slot[torch.from_numpy(slots)] = table
+    plan = load_backend("reference", CPU, torch.float32).plan_attention(Rows(slots, starts, contexts), HEADS)
+    attend = plan.bind(torch.from_numpy(plan.words), by_slot, page_size)
     for _ in range(2):  # a plan serves every layer
         actual = attend(torch.cat(queries), k, v)
         torch.testing.assert_close(actual.double(), torch.cat(truth), rtol=1e-4, atol=1e-5)

@@ -72,7 +72,7 @@ def test_rotary_factors_are_transformers(rope: dict[str, object]) -> None:
     frequencies = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
     assert torch.equal(frequencies, theirs.inv_freq)
     positions = torch.tensor([0, 1, 5, 63, 64, 300, 511])
-    ours = RotaryTable(frequencies, 512, CPU).lookup(positions, F32)
+    ours = RotaryTable(frequencies, 512, CPU, F32).lookup(positions)
     cos, sin = theirs(torch.zeros(1), positions[None])
     torch.testing.assert_close(ours.cos[:, 0], cos[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(ours.sin[:, 0].abs(), sin[0].abs(), rtol=0, atol=1e-6)
@@ -89,8 +89,8 @@ def test_rope_rotates_q_and_k_as_transformers_and_writes_kv_where_told() -> None
 
     k, v = torch.full((2, 3, 4, 2, 16), torch.nan)
     spec = spec_of(model)
-    table = RotaryTable(inverse_frequencies(16, spec.rope_theta, spec.rope_scaling), 32, CPU)
-    rotated = BACKEND.rope_write_kv(qkv.clone(), table.lookup(positions, F32), heads, slots, k, v)
+    table = RotaryTable(inverse_frequencies(16, spec.rope_theta, spec.rope_scaling), 32, CPU, F32)
+    rotated = BACKEND.rope_write_kv(qkv.clone(), table.lookup(positions), heads, slots, k, v)
 
     torch.testing.assert_close(rotated, expected_q[0].transpose(0, 1), rtol=0, atol=1e-5)
     torch.testing.assert_close(k.view(12, 2, 16)[slots], expected_k[0].transpose(0, 1), rtol=0, atol=1e-5)

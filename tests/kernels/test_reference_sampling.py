@@ -8,34 +8,17 @@ import pytest
 import torch
 
 from corellm.kernels import reference_sampling as kernels
+from tests.support import sampling_checks as checks
+from tests.support.sampling_checks import Operations, Rows
 
-WRAP = 0xFFFFFFFF
-
-
-def naive_noise(seed: int, position: int, token: int) -> float:
-    """The formula of `kernels.gumbel` in Python's integers and double precision."""
-
-    def mix(x: int, key: int = 0) -> int:
-        x ^= x >> 16
-        x = (x * 0x85EBCA6B + key) & WRAP
-        x ^= x >> 13
-        x = (x * 0xC2B2AE35) & WRAP
-        return x ^ (x >> 16)
-
-    golden = 0x9E3779B9
-    low, high = seed & WRAP, (seed >> 32) & WRAP
-    k0 = mix((mix(mix((low + golden) & WRAP) ^ high) + position * golden) & WRAP)
-    k1 = mix((k0 + golden) & WRAP)
-    x = mix((token * golden + k0) & WRAP, key=k1)
-    u = min(((x & 0x7FFFFFFF) + 0.5) / 2**31, 1 - 2**-24)
-    return -math.log(-math.log1p(-u))
+OPS = Operations.reference()
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 1), (-1, 7), (2**63 - 1, 131071), (-(2**63), 3)])
 def test_noise_is_the_documented_function(seed: int, position: int) -> None:
     noise = kernels.gumbel(torch.tensor([seed]), torch.tensor([position]), 2000)[0]
-    expected = torch.tensor([naive_noise(seed, position, token) for token in range(2000)])
-    torch.testing.assert_close(noise, expected, rtol=1e-4, atol=1e-4)
+    expected = torch.from_numpy(checks.noise(seed, position, 2000))
+    torch.testing.assert_close(noise.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_noise_is_standard_gumbel_and_finite() -> None:
@@ -55,7 +38,9 @@ def test_draws_follow_softmax_over_seeds_and_positions(vary: str) -> None:
     logits = torch.linspace(-2, 2, vocab)
     steps, fixed = torch.arange(draws), torch.full((draws,), 5)
     seeds = {"seed": steps, "seed_high": steps << 32, "position": fixed}[vary]
-    tokens = kernels.draw(logits.expand(draws, -1), seeds, steps if vary == "position" else fixed)
+    tokens, _ = kernels.sample(
+        logits.expand(draws, -1), torch.ones(draws), seeds, steps if vary == "position" else fixed
+    )
     expected = logits.double().softmax(0) * draws
     chi_square = ((tokens.bincount(minlength=vocab) - expected) ** 2 / expected).sum().item()
     assert chi_square < 31.3  # 11 degrees of freedom, 0.1 %
@@ -66,7 +51,7 @@ def test_neighbouring_draws_are_independent(vary: str) -> None:
     draws, vocab = 32_000, 4
     steps, fixed = torch.arange(draws), torch.full((draws,), 11)
     seeds, positions = (steps, fixed) if vary == "seed" else (fixed, steps)
-    tokens = kernels.draw(torch.zeros(draws, vocab), seeds, positions)
+    tokens, _ = kernels.sample(torch.zeros(draws, vocab), torch.ones(draws), seeds, positions)
     pairs = (tokens[:-1] * vocab + tokens[1:]).bincount(minlength=vocab**2).double()
     expected = (draws - 1) / vocab**2
     assert ((pairs - expected) ** 2 / expected).sum().item() < 37.7  # 15 degrees of freedom, 0.1 %
@@ -75,16 +60,24 @@ def test_neighbouring_draws_are_independent(vary: str) -> None:
 def test_draws_do_not_depend_on_how_rows_are_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(5))
     seeds, positions = torch.arange(9) * 31, torch.arange(9) % 3
-    expected = (logits + kernels.gumbel(seeds, positions, 40)).argmax(-1)
+    temperatures = torch.linspace(0.5, 2, 9)
+    expected = (logits / temperatures[:, None] + kernels.gumbel(seeds, positions, 40)).argmax(-1)
     for block in (1, 80, 1000):
         monkeypatch.setattr(kernels, "NOISE_BLOCK", block)
-        assert torch.equal(kernels.draw(logits, seeds, positions), expected)
+        assert torch.equal(kernels.sample(logits, temperatures, seeds, positions)[0], expected)
 
 
-def test_draw_never_takes_an_excluded_token() -> None:
-    logits = torch.full((500, 50), -torch.inf)
-    logits[:, 17] = -1e4
-    assert (kernels.draw(logits, torch.arange(500), torch.arange(500)) == 17).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_are_the_argmax_with_noise(dtype: torch.dtype) -> None:
+    checks.check_sample(OPS, Rows.make(40, 3000, dtype, padding=24))
+
+
+def test_ties_and_excluded_tokens() -> None:
+    checks.check_ties(OPS, 3000)
+
+
+def test_a_broken_row_fails_alone() -> None:
+    checks.check_faults(OPS, Rows.make(16, 3000, torch.float32, padding=8))
 
 
 def naive_kept(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -111,41 +104,44 @@ def test_filters_keep_what_the_naive_version_keeps(candidates: int, monkeypatch:
     cases = [(k, p, m) for k in (0, 1, 3, 40, 500) for p in (1.0, 0.95, 0.3, 0.001) for m in (0.0, 0.02, 0.5, 1.0)]
     logits = torch.randn(len(cases), 200, generator=generator) * 2
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*cases, strict=True))
-    filtered = kernels.mask_unlikely(logits, top_k, top_p, min_p)
+    filtered = kernels.mask_unlikely(logits.clone(), top_k, top_p, min_p)
     for row, case in enumerate(cases):
         kept = set(torch.isfinite(filtered[row]).nonzero().flatten().tolist())
         assert kept == naive_kept(logits[row].double().tolist(), *case), case
         assert torch.equal(filtered[row, list(kept)], logits[row, list(kept)])
 
 
-def test_top_p_of_one_keeps_the_whole_tail() -> None:
-    logits = torch.cat((torch.full((1, 1), 40.0), torch.zeros(1, 999)), dim=1)
-    off = torch.tensor([0]), torch.tensor([1.0]), torch.tensor([0.0])
-    assert torch.equal(kernels.mask_unlikely(logits, *off), logits)
+def test_filters_on_rows_that_are_hard_to_truncate() -> None:
+    checks.check_truncation(OPS, 3000)
+
+
+@pytest.mark.parametrize("top_k", [2000, 5000])
+def test_top_p_is_a_share_of_all_that_top_k_leaves(top_k: int) -> None:
+    """More than the candidates looked at first, and more than there are."""
+    logits = 0.01 * torch.randn(1, 3000, generator=torch.Generator().manual_seed(4))
+    filtered = kernels.mask_unlikely(logits.clone(), torch.tensor([top_k]), torch.tensor([0.3]), torch.tensor([0.0]))
+    least = checks.likely_from(logits[0].double().numpy(), top_k, 0.3, 0.0)
+    assert filtered.isfinite().sum() == (logits >= least).sum()
+
+
+def test_rows_without_limits_stay_as_they_are() -> None:
+    """The second has a tail that rounding might cut off."""
+    logits = torch.cat((torch.randn(1, 1000), torch.cat((torch.tensor([[40.0]]), torch.zeros(1, 999)), dim=1)))
+    off = torch.tensor([0, 0, 3]), torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.0, 0.0, 0.0])
+    filtered = kernels.mask_unlikely(torch.cat((logits, logits[:1])), *off)
+    assert torch.equal(filtered[:2], logits)
+    assert filtered[2].isfinite().sum() == 3
 
 
 def test_penalties_are_the_naive_ones() -> None:
-    generator = torch.Generator().manual_seed(2)
-    vocab, lengths, prompts = 20, [9, 1, 6, 4], [4, 1, 0, 4]
-    penalties = torch.tensor([[1.3, 0.5, 1.0, 2.0], [0.4, 1.0, -0.7, 0.0], [0.2, 0.0, 1.5, 1.0]])
-    logits = torch.randn(4, vocab, generator=generator)
-    tokens = torch.randint(0, 6, (4, 9), generator=generator, dtype=torch.int32)
-    expected = logits.double().clone()
-    for row in range(4):
-        repetition, presence, frequency = penalties[:, row].tolist()
-        known = tokens[row, : lengths[row]].tolist()
-        outputs = known[prompts[row] :]
-        for token in set(known):
-            value = expected[row, token].item()
-            expected[row, token] = value / repetition if value > 0 else value * repetition
-        for token in set(outputs):
-            expected[row, token] -= presence + frequency * outputs.count(token)
-    actual = kernels.penalize(logits, tokens, torch.tensor(lengths), torch.tensor(prompts), penalties)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    checks.check_penalties(OPS, 50, 40)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_rows_are_found(bad: float) -> None:
-    logits = torch.randn(3, 1000)
-    logits[1, 777] = bad
-    assert kernels.non_finite(logits).tolist() == [False, True, False]
+@pytest.mark.parametrize("vocab", [64, 70, 1])
+def test_bitmask(vocab: int) -> None:
+    checks.check_bitmask(OPS, vocab)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_logprobs_are_of_the_softmax(dtype: torch.dtype) -> None:
+    checks.check_top_logprobs(500, dtype)

@@ -2,43 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
 from corellm.comms.codec import i32
-from corellm.comms.messages import Sampling, SlotOpen, StepPlan
+from corellm.comms.messages import Sampling, SlotOpen, StepPlan, TopLogprobs
 from corellm.kernels import load_backend
-from corellm.worker.sampler import Sampled, Sampler
-from corellm.worker.slots import SlotTables
+from corellm.worker.batch_inputs import StepRows
+from corellm.worker.sampler import StepSampling
+from corellm.worker.slots import SlotTables, write
 from tests.support.executor_models import CPU
 
 VOCAB = 32
 EMPTY = i32([])
 
 
-def sample(logits: torch.Tensor, rows: dict[int, Sampling], known: list[int] | None = None, prompt: int = 2) -> Sampled:
-    """Sample row i of logits for the i-th slot of `rows`, each knowing the tokens `known`."""
+@dataclass
+class Sampled:
+    tokens: torch.Tensor
+    failed: torch.Tensor
+    logprobs: TopLogprobs | None
+
+
+def sample(
+    logits: torch.Tensor, rows: dict[int, Sampling], known: list[int] | None = None, prompt: int = 2,
+    masks: dict[int, list[int]] | None = None,
+) -> Sampled:  # fmt: skip
+    """Sample row i of logits for the i-th slot of `rows`, each knowing the tokens `known`, as the executor does."""
     known = known or [1, 2]
     tables = SlotTables(max_seqs=16, max_model_len=16, num_blocks=64, page_size=4, vocab=VOCAB, device=CPU)
     opens = [
         SlotOpen(slot=slot, tokens=i32(known), prompt_len=prompt, computed=0, blocks=i32([slot]), sampling=sampling)
         for slot, sampling in rows.items()
     ]
-    tables.apply(
-        StepPlan(
-            step=1,
-            closes=EMPTY,
-            opens=opens,
-            append_slots=EMPTY,
-            append_blocks=EMPTY,
-            row_slots=EMPTY,
-            row_tokens=EMPTY,
-            row_samples=EMPTY,
-        )
+    plan = StepPlan(
+        step=1,
+        closes=EMPTY,
+        opens=opens,
+        append_slots=EMPTY,
+        append_blocks=EMPTY,
+        row_slots=i32(list(rows)),
+        row_tokens=i32([len(known)] * len(rows)),
+        row_samples=i32([1] * len(rows)),
+        mask_rows=i32(list(masks or {})),
+        masks=i32([word for ids in (masks or {}).values() for word in bitmask(ids)]),
     )
-    sampler = Sampler(load_backend("reference", CPU, torch.float32), tables)
-    return sampler.sample(logits.clone(), np.array(list(rows)), np.full(len(rows), len(known)))
+    write(tables.memory, torch.from_numpy(np.concatenate(tables.apply(plan))))
+    of_step = StepRows.of(plan, tables)
+    sampling = StepSampling(plan, of_step, tables)
+    backend = load_backend("reference", CPU, torch.float32)
+    inputs = (sampling.temperatures, sampling.seeds, of_step.positions)
+    tokens, failed = backend.sample(logits, *(torch.from_numpy(values.copy()) for values in inputs))
+    special = torch.from_numpy(sampling.special)
+    if len(special):
+        tokens[special] = sampling.draw_special(backend, logits).masked_fill(failed[special], 0)
+    logprobs = sampling.logprobs(backend, logits, tokens)
+    return Sampled(tokens, failed, logprobs.message() if logprobs else None)
+
+
+def bitmask(ids: list[int]) -> list[int]:
+    """The words in which just these ids are allowed."""
+    word = sum(1 << i for i in ids)
+    return [word - (1 << 32) if word >> 31 else word]
 
 
 def settings(**changes: object) -> Sampling:
@@ -85,6 +113,23 @@ def test_stop_ids_wait_for_min_tokens(outputs: int, expected: int) -> None:
     assert sample(logits, rows, known=[1, 2] + [3] * outputs).tokens.tolist() == [expected]
 
 
+def test_masked_rows_draw_what_is_allowed() -> None:
+    logits = random_logits(4)
+    logits[:, 31] = 1.5
+    rows = {
+        0: settings(temperature=1.0, seed=1),
+        5: settings(),
+        2: settings(temperature=9.0, top_p=0.9, seed=3),
+        7: settings(logprobs=0, bias_ids=(3,), bias_values=(100.0,)),
+    }
+    free = sample(logits, rows)
+    masked = sample(logits, rows, masks={1: [4], 2: [9, 31], 3: [2, 31]})
+    assert masked.tokens[[0, 1, 3]].tolist() == [free.tokens[0], 4, 31]
+    assert masked.tokens[2] in (9, 31)
+    assert masked.logprobs is not None  # of the raw logits, which no mask has changed
+    assert masked.logprobs.sampled[0] == pytest.approx(logits[3].double().log_softmax(-1)[31].item(), abs=1e-5)
+
+
 def test_temperature_comes_before_the_filters() -> None:
     logits = torch.full((1, VOCAB), -100.0)
     logits[0, :2] = torch.tensor([0.0, -2.0])  # min-p keeps id 1 when e^(-2 / temperature) >= 0.3
@@ -119,7 +164,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     biased = settings(logprobs=3, bias_ids=(4,), bias_values=(100.0,), temperature=0.5, top_k=1)
     sampled = sample(logits, {1: settings(logprobs=0), 2: settings(), 0: biased})
     assert sampled.logprobs is not None
-    message = sampled.logprobs.of(sampled.tokens)
+    message = sampled.logprobs
     truth = logits.double().log_softmax(-1)[[0, 2]]
     assert sampled.tokens[2] == 4
     assert message.rows.tolist() == [0, 2]

@@ -20,16 +20,16 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from corellm.kernels import triton_attention, triton_pointwise, triton_sampling  # noqa: E402
+from corellm.kernels import triton_attention, triton_pointwise  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB a program may use
 POINTERS = {"q", "k", "v", "out", "x", "residual", "weight", "gate_up", "qkv", "cos", "sin"}
 TYPES = {
-    "work": "*i32", "table": "*i32", "partials": "*fp32", "stats": "*fp32", "kv_slots": "*i64",
-    "logits": "*fp32", "seeds": "*i64", "positions": "*i64", "best": "*fp32", "ids": "*i64",
-    "table_stride": "i32", "q_stride": "i32", "width": "i32", "vocab": "i32", "blocks": "i32",
-    "scale": "fp32", "eps": "fp32",
+    "work": "*i32", "counts": "*i32", "table": "*i32", "partials": "*fp32", "stats": "*fp32", "kv_slots": "*i64",
+    "positions": "*i64", "table_stride": "i32", "q_stride": "i32", "width": "i32",
+    "slots": "*i32", "tokens": "*i32", "found": "*i32", "places": "*i64", "count": "i32",
+    "tokens_stride": "i32", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128}
 
@@ -81,9 +81,9 @@ def test_attention_compiles_and_fits_shared_memory(capability: int, kind: str) -
 def test_small_kernels_compile(capability: int) -> None:
     shared_memory(triton_attention.merge_partials_kernel, capability, "bf16", 2, 2, **HEADS, BLOCK_M=16)
     shared_memory(triton_pointwise.rms_norm_kernel, capability, "bf16", 8, 2, WIDTH=4096, BLOCK=4096, ADD=True)
+    shared_memory(triton_pointwise.locate_kernel, capability, "bf16", 1, 2, PAGE=64, BLOCK=128)
     shared_memory(triton_pointwise.silu_mul_kernel, capability, "bf16", 4, 2, BLOCK=1024)
     shared_memory(triton_pointwise.rope_write_kv_kernel, capability, "bf16", 2, 2, **HEADS, BLOCK_H=8)
-    shared_memory(triton_sampling.draw_kernel, capability, "bf16", 4, 2, BLOCK=2048)
 
 
 def test_backend_by_device() -> None:

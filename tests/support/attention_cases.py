@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from corellm.kernels import Backend
-from corellm.kernels.inputs import Batch, Heads
+from corellm.kernels import Backend, PagedAttention
+from corellm.kernels.inputs import Heads, Rows
 
 
 @dataclass(frozen=True)
 class AttentionCase:
     """q [n, heads, head_dim]; k and v [blocks, page_size, kv_heads, head_dim]; rows of (prefix, new tokens)."""
 
-    batch: Batch
+    rows: Rows
+    block_table: torch.Tensor
     heads: Heads
     q: torch.Tensor
     k: torch.Tensor
@@ -53,17 +54,16 @@ class AttentionCase:
         k[~owned] = v[~owned] = torch.nan
         # Queries long enough that a few positions carry most of the weight, as in a model.
         q = 3 * torch.randn(int(starts[-1]), heads.count, heads.dim, generator=generator, device=device)
-        unused = torch.zeros(0, dtype=torch.int64, device=device)
-        batch = Batch(unused, unused, unused, case_table, unused, starts, contexts, page_size)
         paged = (blocks, page_size, heads.kv, heads.dim)
-        return cls(batch, heads, q.to(dtype), k.view(paged), v.view(paged))
+        rows_of_table = Rows(np.arange(len(rows)), starts, contexts)
+        return cls(rows_of_table, case_table, heads, q.to(dtype), k.view(paged), v.view(paged))
 
     def truth(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """For each row, its tokens and their attention [t, heads, head_dim]: dense, head by head, in float64."""
-        batch, heads = self.batch, self.heads
-        for row, context in enumerate(batch.contexts):
-            tokens = slice(int(batch.starts[row]), int(batch.starts[row + 1]))
-            slots = _slots(batch.block_table[row], int(context), batch.page_size)
+        rows, heads = self.rows, self.heads
+        for row, context in enumerate(rows.contexts):
+            tokens = slice(int(rows.starts[row]), int(rows.starts[row + 1]))
+            slots = _slots(self.block_table[row], int(context), self.k.shape[1])
             q = self.q[tokens].double()
             out = torch.empty_like(q)
             span = torch.arange(int(context), device=q.device)
@@ -77,9 +77,14 @@ class AttentionCase:
                 out[:, head] = scores.softmax(-1) @ values
             yield tokens, out
 
+    def planned(self, backend: Backend, width: int | None = None) -> PagedAttention:
+        plan = backend.plan_attention(self.rows, self.heads, width)
+        words = torch.from_numpy(plan.words).to(self.q.device)
+        return plan.bind(words, self.block_table, self.k.shape[1])
+
     def worst_error(self, backend: Backend) -> float:
         """Largest ‖out - truth‖ / ‖truth‖ over tokens and heads; NaN if any element is NaN."""
-        attend = backend.plan_attention(self.batch, self.heads)
+        attend = self.planned(backend)
         attend(self.q + 1, self.k, self.v)  # a plan serves every layer, and must keep nothing of the one before
         actual = attend(self.q, self.k, self.v).view(self.q.shape).double()
         errors = [((actual[tokens] - truth).norm(dim=-1) / truth.norm(dim=-1)).max() for tokens, truth in self.truth()]

@@ -88,18 +88,20 @@ def make_executor(
     max_seqs: int = 8,
     max_model_len: int = 160,
     group: Collectives | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
 ) -> Executor:
     """An allocated executor whose KV memory is all NaN: whatever reads what was not written shows."""
     group = group or SingleRank()
     spec = spec_of(model)
-    memory = torch.full((kv_bytes(spec, group.size, num_blocks, page_size, torch.float32) // 4,), torch.nan)
+    elements = kv_bytes(spec, group.size, num_blocks, page_size, dtype) // dtype.itemsize
     executor = Executor(
         spec,
-        weights_of(model, group.size, group.rank),
-        memory.view(torch.uint8),
+        {name: weight.to(device, dtype) for name, weight in weights_of(model, group.size, group.rank).items()},
+        torch.full((elements,), torch.nan, dtype=dtype, device=device).view(torch.uint8),
         page_size=page_size,
-        device=CPU,
-        dtype=torch.float32,
+        device=device,
+        dtype=dtype,
         group=group,
     )
     executor.allocate(
@@ -158,8 +160,8 @@ class Driver:
         del self.running[slot]
         self.free[:0] = self.held.pop(slot)
 
-    def run(self, rows: list[tuple[int, int]]) -> StepResult:
-        """Feed (slot, tokens) rows. A row that reaches the end of what is known samples."""
+    def run(self, rows: list[tuple[int, int]], score: Sequence[int] = ()) -> StepResult | None:
+        """Feed (slot, tokens) rows. A row that reaches the end of what is known samples; rows `score` are scored."""
         appends: list[tuple[int, int]] = []
         samples = []
         for slot, count in rows:
@@ -180,9 +182,11 @@ class Driver:
             row_slots=_from_wire([slot for slot, _ in rows]),
             row_tokens=_from_wire([count for _, count in rows]),
             row_samples=_from_wire(samples),
+            score_rows=_from_wire(score),
         )
         self.opens, self.closes = [], []
-        result = self.executor.execute(plan)
+        launched = self.executor.execute(plan)
+        result = None if self.executor.rank else launched.result()
         sampling = [slot for (slot, _), sampled in zip(rows, samples, strict=True) if sampled]
         if result is not None:
             for slot, token in zip(sampling, result.tokens.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from corellm.kernels import Backend
@@ -45,9 +46,8 @@ def check_rope(
     every = heads.count + 2 * heads.kv
     qkv = torch.randn(tokens, every * heads.dim, generator=generator, device=device).to(dtype)
     k, v = torch.full((2, blocks, page_size, heads.kv, heads.dim), torch.nan, dtype=dtype, device=device)
-    rope = RotaryTable(inverse_frequencies(heads.dim, 10000.0, None), 512, torch.device(device)).lookup(
-        positions, dtype
-    )
+    table = RotaryTable(inverse_frequencies(heads.dim, 10000.0, None), 512, torch.device(device), dtype)
+    rope = table.lookup(positions)
     q = backend.rope_write_kv(qkv.clone(), rope, heads, slots, k, v)
 
     wide = qkv.view(tokens, every, heads.dim).double()
@@ -73,3 +73,21 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def check_locate(backend: Backend, count: int, page_size: int, device: str = "cpu") -> None:
+    """Against a loop over tables that are views of one memory, as a worker's are."""
+    rng = np.random.default_rng(count)
+    memory = torch.from_numpy(rng.integers(0, 1000, (7, 100), dtype=np.int32)).to(device)
+    tokens, blocks = memory[:, :60], memory[:, 64:94]
+    slots, positions = (rng.integers(0, top, count, dtype=np.int32) for top in (7, min(60, 30 * page_size)))
+    found, places, kv_slots = backend.locate(
+        torch.from_numpy(slots).to(device), torch.from_numpy(positions).to(device), tokens, blocks, page_size
+    )
+    pairs = list(zip(slots.tolist(), positions.tolist(), strict=True))
+    assert found.tolist() == [tokens[slot, position].item() for slot, position in pairs]
+    assert places.tolist() == positions.tolist()
+    assert kv_slots.tolist() == [
+        blocks[slot, position // page_size].item() * page_size + position % page_size for slot, position in pairs
+    ]
+    assert (found.dtype, places.dtype, kv_slots.dtype) == (torch.int32, torch.int64, torch.int64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from corellm.kernels import Backend
+from corellm.kernels import Backend, PagedAttention
 from corellm.kernels.inputs import Batch, Heads, KVCache
 from corellm.layers.activation import gated_mlp
 from corellm.layers.attention import AttentionStep, self_attention
@@ -62,24 +62,25 @@ class Llama:
         group: Collectives,
         *,
         max_model_len: int,
+        dtype: torch.dtype,
     ) -> None:
         self._weights = LlamaWeights.from_table(weights, spec.layers)
         self._backend = backend
         self._group = group
         self._eps = spec.eps
-        self._heads = Heads(spec.heads // group.size, spec.kv_heads // group.size, spec.head_dim)
+        self.heads = Heads(spec.heads // group.size, spec.kv_heads // group.size, spec.head_dim)
         frequencies = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling)
-        self._rotary = RotaryTable(frequencies, max_model_len, weights["embed"].device)
+        self._rotary = RotaryTable(frequencies, max_model_len, weights["embed"].device, dtype)
 
-    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Logits of the batch's s sampling rows over this rank's vocabulary [s, v / size]; writes `kv`."""
+    def forward(self, batch: Batch, attend: PagedAttention, kv: KVCache) -> Tensor:
+        """What the layers make of the batch's n tokens, normed: [n, hidden]; writes `kv`."""
         weights, backend, group, eps = self._weights, self._backend, self._group, self._eps
         residual = embed(batch.tokens, weights.embed, backend, group)
         step = AttentionStep(
-            heads=self._heads,
-            rope=self._rotary.lookup(batch.positions, residual.dtype),
+            heads=self.heads,
+            rope=self._rotary.lookup(batch.positions),
             kv_slots=batch.kv_slots,
-            attend=backend.plan_attention(batch, self._heads),
+            attend=attend,
         )
         next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
         x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
@@ -88,4 +89,8 @@ class Llama:
             x = backend.add_rms_norm(attended, residual, layer.post_norm, eps)
             x = gated_mlp(x, layer.gate_up, layer.down, backend, group)
             x = backend.add_rms_norm(x, residual, next_norm, eps)
-        return head(torch.index_select(x, 0, batch.sampled), weights.head, backend)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""
+        return head(hidden, self._weights.head, self._backend)
