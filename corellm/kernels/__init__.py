@@ -39,7 +39,7 @@ class AttentionPlan(Protocol):
 
 
 class Backend(Protocol):
-    """Operations of one device. Sizes: n tokens, s sampling rows, v vocabulary; `x` is in the activations' dtype."""
+    """Operations of one device. `penalize`, `mask_unlikely` and `apply_bitmask` may overwrite the logits. Sizes: n tokens, s sampling rows, v vocabulary; `x` is in the activations' dtype."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [n, in] times weight [out, in] transposed: [n, out]."""
@@ -90,16 +90,17 @@ class Backend(Protocol):
     def sample(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """One token for each row of logits [s, v], of any float dtype: (tokens int64 [s], failed bool [s]).
 
-        Where `temperatures` (float32 [s]) is under `COLDEST` the likeliest, the lowest id on ties; elsewhere a draw from
-        softmax(logits / temperature) that depends on nothing but the row's logits, its seed (int64 [s]) and the new
-        token's position (int64 [s]). failed: the row holds NaN or infinity.
+        Where `temperatures` (float32 [s]) is under `COLDEST` the likeliest, the lowest id on ties; elsewhere a draw
+        from softmax(logits / temperature) that depends on nothing but the row's logits, its seed (int64 [s]) and the
+        new token's position (int64 [s]). failed: the row holds NaN or infinity. Its token is 0; if it holds no infinity but
+        -inf, it is a likely one all the same, never one at -inf.
         """
         ...
 
     def penalize(
         self, logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor, penalties: Tensor
     ) -> Tensor:
-        """Logits [s, v] after repetition, presence and frequency penalties: penalties [3, s] in that order.
+        """Logits float32 [s, v] after repetition, presence and frequency penalties: penalties [3, s] in that order.
 
         Row i has seen the first `lengths[i]` vocabulary ids of row `slots[i]` of `table` (int32), its prompt in front.
         """

@@ -24,7 +24,7 @@ ITEM_COST = 2  # KV tiles: about what starting an item and merging its result ta
 class AttentionWork:
     """What the programs of one launch do.
 
-    items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table (slot), positions the
+    items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table, positions the
     first token sees, first and last position (exclusive) of this item, slot of its partial result or -1 where it
     writes the output itself, 0.
     merges, int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first

@@ -63,7 +63,7 @@ def mask_unlikely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     vocab = logits.shape[1]
     top_k = top_k.masked_fill(top_k >= vocab, 0)
     enough = max(CANDIDATES, int(top_k.max()) + 1)  # top-p is a share of all that top-k leaves
-    for count in (min(CANDIDATES, vocab), vocab):
+    for count in (min(enough, vocab), vocab):
         ordered = logits.topk(count, dim=-1).values
         kept = _kept(logits, ordered, top_k, top_p, min_p)
         if not kept[:, -1].any():

@@ -180,7 +180,8 @@ def merge_partials_kernel(
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Grid: merges * HEADS, or more. One query token and head from the partial results of its splits; see `attention_work`."""
+    """Grid: merges * HEADS, or more. One query token and head from the partial results of its splits; counts as in
+    `paged_attention_kernel`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     STEP: tl.constexpr = KV_HEADS * BLOCK_M  # from one split's row to the next's
     pid = tl.program_id(0)

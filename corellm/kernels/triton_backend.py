@@ -17,7 +17,7 @@ from corellm.kernels import (
     triton_sampling,
     triton_truncation,
 )
-from corellm.kernels.attention_work import ITEM_FIELDS, MERGE_FIELDS, AttentionWork, most_items, most_split, plan_work
+from corellm.kernels.attention_work import AttentionWork, most_items, most_split, plan_work
 from corellm.kernels.inputs import Heads, Rope, Rows
 from corellm.kernels.reference import ReferenceBackend
 from corellm.kernels.triton_attention import merge_partials_kernel, paged_attention_kernel

@@ -107,7 +107,7 @@ class StepSampling:
         chosen = np.flatnonzero(self._held[self.special])
         if len(chosen):
             stops = [self._tables.lists[slot].stop_ids for slot in self._rows.slots[self.special[chosen]]]
-            logits[self._pairs(chosen, stops)] = -np.inf
+            logits.index_put_(self._pairs(chosen, stops), logits.new_full((), -np.inf))  # a scalar would come by a wait
 
     def _mask(self, backend: Backend, logits: Tensor) -> None:
         if len(self._masked):

@@ -14,7 +14,6 @@ from corellm.worker.batch_inputs import Layout, StepRows, device_inputs
 from corellm.worker.slots import SlotTables, write
 from tests.support.executor_models import CPU
 
-
 BACKEND = load_backend("reference", CPU, torch.float32)
 
 
