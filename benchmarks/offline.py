@@ -29,9 +29,9 @@ def run(engine: EngineNode, name: str, seed: int | None = None) -> dict[str, Any
     """Figures of one workload."""
     prompts, outputs = WORKLOADS[name]() if seed is None else WORKLOADS[name](seed=seed)
     params = [SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True) for count in outputs]
-    began = time.perf_counter()
+    before, began = engine.stats(), time.perf_counter()
     found = engine.generate(prompts, params)
-    seconds = time.perf_counter() - began
+    seconds, after = time.perf_counter() - began, engine.stats()
     if [completion.output_tokens for completion in found] != outputs:
         raise RuntimeError(f"{name}: a completion has another length than was asked for")
     return {
@@ -40,6 +40,8 @@ def run(engine: EngineNode, name: str, seed: int | None = None) -> dict[str, Any
         "in": sum(map(len, prompts)),
         "out": sum(outputs),
         "s": round(seconds, 3),
+        "steps": after.steps - before.steps,
+        "device_idle": round(1 - (after.busy_s - before.busy_s) / seconds, 4),  # before, between and after its steps
         "cached": sum(completion.cached_tokens for completion in found),
     }
 

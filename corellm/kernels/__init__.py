@@ -39,7 +39,10 @@ class AttentionPlan(Protocol):
 
 
 class Backend(Protocol):
-    """Operations of one device. `penalize`, `mask_unlikely` and `apply_bitmask` may overwrite the logits. Sizes: n tokens, s sampling rows, v vocabulary; `x` is in the activations' dtype."""
+    """Operations of one device. Sizes: n tokens, s sampling rows, v vocabulary; `x` is in the activations' dtype.
+
+    `penalize`, `mask_unlikely` and `apply_bitmask` may overwrite the logits they are given.
+    """
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [n, in] times weight [out, in] transposed: [n, out]."""
@@ -63,10 +66,6 @@ class Backend(Protocol):
         """x / sqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
         ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place, and return the norm of the sum."""
-        ...
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [n, 2 * width], gate in front: [n, width]."""
         ...
@@ -82,6 +81,25 @@ class Backend(Protocol):
         """Whether a step can be captured in a CUDA graph: nothing in it depends on the host but `words`."""
         ...
 
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+        """Add `linear(x, weight)` to residual [n, out] in place."""
+        ...
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+        """`linear` of `rms_norm`."""
+        ...
+
+    def norm_gated(self, x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        """`silu_mul` of `norm_linear`, gate_up [2 * width, in]: [n, width]."""
+        ...
+
+    def norm_qkv(
+        self, x: Tensor, norm_weight: Tensor, eps: float, qkv: Tensor,
+        rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """`rope_write_kv` of `norm_linear`."""
+        ...
+
     def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
         """Plan a step's attention. With `width`, `words` has one size for any rows, up to `width` of one token each:
         a graph that was captured with one such plan may run with the words of another."""
@@ -92,8 +110,8 @@ class Backend(Protocol):
 
         Where `temperatures` (float32 [s]) is under `COLDEST` the likeliest, the lowest id on ties; elsewhere a draw
         from softmax(logits / temperature) that depends on nothing but the row's logits, its seed (int64 [s]) and the
-        new token's position (int64 [s]). failed: the row holds NaN or infinity. Its token is 0; if it holds no infinity but
-        -inf, it is a likely one all the same, never one at -inf.
+        new token's position (int64 [s]). failed: the row holds NaN or infinity. Its token is 0, unless it holds no
+        infinity but -inf: then it is drawn as ever, and never one at -inf.
         """
         ...
 

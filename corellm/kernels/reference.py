@@ -39,9 +39,6 @@ class ReferenceBackend:
         scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(weight)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.rms_norm(residual.add_(x), weight, eps)
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
@@ -53,6 +50,21 @@ class ReferenceBackend:
         k.view(-1, heads.kv, heads.dim).index_copy_(0, kv_slots, rotated[:, heads.count :])
         v.view(-1, heads.kv, heads.dim).index_copy_(0, kv_slots, qkv[:, heads.count + heads.kv :])
         return rotated[:, : heads.count]
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+        residual.add_(self.linear(x, weight))
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+        return self.linear(self.rms_norm(x, norm_weight, eps), weight)
+
+    def norm_gated(self, x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        return self.silu_mul(self.norm_linear(x, norm_weight, eps, gate_up))
+
+    def norm_qkv(
+        self, x: Tensor, norm_weight: Tensor, eps: float, qkv: Tensor,
+        rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return self.rope_write_kv(self.norm_linear(x, norm_weight, eps, qkv), rope, heads, kv_slots, k, v)
 
     def can_capture(self, heads: Heads) -> bool:
         return False

@@ -3,13 +3,14 @@
 One program takes one item of work: up to `BLOCK_M // group` query tokens of one sequence, with all query heads that
 share a KV head packed into its rows, against a range of positions. A decode step and a prefill differ in the tile's
 size alone. Where a sequence's positions are shared out over several programs, each leaves a partial result in
-float32, and a second kernel merges them.
+float32, and a second kernel merges them. PDL is as in `triton_pointwise`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from corellm.kernels.attention_work import ITEM_FIELDS, MERGE_FIELDS
 
@@ -116,6 +117,7 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: items * KV_HEADS, or more. q [n, HEADS, DIM], rows q_stride apart; out [n, HEADS * DIM]; `scale` holds
     log2(e).
@@ -126,6 +128,8 @@ def paged_attention_kernel(
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     pid = tl.program_id(0)
+    if PDL:
+        gdc_wait()
     if pid // KV_HEADS >= tl.load(counts):
         return
     kv_head = pid % KV_HEADS  # neighbours read neighbouring heads of the same blocks
@@ -158,6 +162,8 @@ def paged_attention_kernel(
         STRIDE, DIM, PAGE, BLOCK_N, True, PRECISION,
     )  # fmt: skip
 
+    if PDL:
+        gdc_launch_dependents()  # not before: what follows would take memory's bandwidth from K and V
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if slot < 0:
         place = out + (at * HEADS + head)[:, None] * DIM + dims[None, :]
@@ -179,12 +185,16 @@ def merge_partials_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: merges * HEADS, or more. One query token and head from the partial results of its splits; counts as in
     `paged_attention_kernel`."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     STEP: tl.constexpr = KV_HEADS * BLOCK_M  # from one split's row to the next's
     pid = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     if pid // HEADS >= tl.load(counts + 1):
         return
     head = pid % HEADS

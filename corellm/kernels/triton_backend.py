@@ -20,6 +20,7 @@ from corellm.kernels import (
 from corellm.kernels.attention_work import AttentionWork, most_items, most_split, plan_work
 from corellm.kernels.inputs import Heads, Rope, Rows
 from corellm.kernels.reference import ReferenceBackend
+from corellm.kernels.skinny_products import SkinnyProducts
 from corellm.kernels.triton_attention import merge_partials_kernel, paged_attention_kernel
 from corellm.kernels.tuning import AttentionTile, AttentionTuning, attention_tuning
 
@@ -37,24 +38,48 @@ class TritonBackend(ReferenceBackend):
         self, device: torch.device, dtype: torch.dtype, tuning: AttentionTuning | None = None, sms: int | None = None
     ) -> None:
         super().__init__(device, dtype)
+        self._skinny = SkinnyProducts(device, dtype)
+        self.linear = self._skinny.linear
+        self._pdl = self._skinny.pdl
         self._tuning = tuning or attention_tuning(torch.cuda.get_device_capability(device), dtype)
         self._sms = sms or torch.cuda.get_device_properties(device).multi_processor_count
 
     locate = staticmethod(triton_pointwise.locate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_pointwise.rms_norm(x, None, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return triton_pointwise.rms_norm(x, residual, weight, eps)
+        return triton_pointwise.rms_norm(x, weight, eps, pdl=self._pdl)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return triton_pointwise.silu_mul(gate_up)
+        return triton_pointwise.silu_mul(gate_up, pdl=self._pdl)
 
     def rope_write_kv(self, qkv: Tensor, rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if heads.dim not in HEAD_DIMS:
             return super().rope_write_kv(qkv, rope, heads, kv_slots, k, v)
-        return triton_pointwise.rope_write_kv(qkv, rope, heads, kv_slots, k, v)
+        return triton_pointwise.rope_write_kv(qkv, rope, heads, kv_slots, k, v, pdl=self._pdl)
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+        if self._skinny.covers(len(x), *weight.shape):
+            self._skinny.linear_add(x, weight, residual)
+        else:
+            residual.addmm_(x, weight.t())  # the sum is rounded once, and takes no pass of its own
+
+    def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> Tensor:
+        if self._skinny.fuses(len(x), *weight.shape):
+            return self._skinny.norm_linear(x, norm_weight, eps, weight)
+        return super().norm_linear(x, norm_weight, eps, weight)
+
+    def norm_gated(self, x: Tensor, norm_weight: Tensor, eps: float, gate_up: Tensor) -> Tensor:
+        if self._skinny.fuses(len(x), *gate_up.shape):
+            return self._skinny.norm_gated(x, norm_weight, eps, gate_up)
+        return super().norm_gated(x, norm_weight, eps, gate_up)
+
+    def norm_qkv(
+        self, x: Tensor, norm_weight: Tensor, eps: float, qkv: Tensor,
+        rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor,
+    ) -> Tensor:  # fmt: skip
+        if heads.dim in HEAD_DIMS and self._skinny.fuses(len(x), *qkv.shape):
+            return self._skinny.norm_qkv(x, norm_weight, eps, qkv, rope, heads, kv_slots, k, v)
+        return super().norm_qkv(x, norm_weight, eps, qkv, rope, heads, kv_slots, k, v)
 
     def can_capture(self, heads: Heads) -> bool:
         return heads.dim in HEAD_DIMS
@@ -62,7 +87,7 @@ class TritonBackend(ReferenceBackend):
     def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
         if heads.dim not in HEAD_DIMS:
             return super().plan_attention(rows, heads, width)
-        return TritonPlan.make(rows, heads, self._tuning, self._sms, width)
+        return TritonPlan.make(rows, heads, self._tuning, self._sms, width, self._pdl)
 
     sample = staticmethod(triton_sampling.sample)
     penalize = staticmethod(triton_logits.penalize)
@@ -77,8 +102,8 @@ class TritonPlan:
     how many items and merges each launch has, then the lists.
     """
 
-    def __init__(self, heads: Heads, launches: list[_Launch]) -> None:
-        self._heads = heads
+    def __init__(self, heads: Heads, launches: list[_Launch], pdl: bool) -> None:
+        self._heads, self._pdl = heads, pdl
         self._launches = launches
         lists = [part for launch in launches for part in (launch.items.ravel(), launch.merges.ravel())]
         self.words = np.concatenate((np.zeros(HEADER, np.int32), *lists))
@@ -86,16 +111,20 @@ class TritonPlan:
             self.words[4 * i : 4 * i + 2] = launch.work.items.shape[0], launch.work.merges.shape[0]
 
     @classmethod
-    def make(cls, rows: Rows, heads: Heads, tuning: AttentionTuning, sms: int, width: int | None) -> TritonPlan:
+    def make(
+        cls, rows: Rows, heads: Heads, tuning: AttentionTuning, sms: int, width: int | None, pdl: bool
+    ) -> TritonPlan:
         """See `Backend.plan_attention`."""
         if width is not None:
-            return cls(heads, [_Launch.make(rows, np.arange(len(rows.slots)), heads, tuning.narrow, sms, width)])
+            every = np.arange(len(rows.slots))
+            return cls(heads, [_Launch.make(rows, every, heads, tuning.narrow, sms, width)], pdl)
         narrow = np.diff(rows.starts) <= max(tuning.narrow.block_m // heads.group, 1)
         by_tile = ((tuning.narrow, np.flatnonzero(narrow)), (tuning.wide, np.flatnonzero(~narrow)))
-        return cls(heads, [_Launch.make(rows, chosen, heads, tile, sms) for tile, chosen in by_tile if len(chosen)])
+        launches = [_Launch.make(rows, chosen, heads, tile, sms) for tile, chosen in by_tile if len(chosen)]
+        return cls(heads, launches, pdl)
 
     def bind(self, words: Tensor, block_table: Tensor, page_size: int) -> PagedAttention:
-        return TritonAttention(self._heads, self._launches, words, block_table, page_size)
+        return TritonAttention(self._heads, self._launches, words, block_table, page_size, self._pdl)
 
 
 class _Launch:
@@ -127,8 +156,9 @@ class TritonAttention:
     """
 
     def __init__(
-        self, heads: Heads, launches: list[_Launch], words: Tensor, block_table: Tensor, page_size: int
+        self, heads: Heads, launches: list[_Launch], words: Tensor, block_table: Tensor, page_size: int, pdl: bool
     ) -> None:
+        self._pdl = pdl
         self._heads, self._launches, self._table, self._page_size = heads, launches, block_table, page_size
         self._counts = words[:HEADER].view(-1, 4)
         self._lists: list[tuple[Tensor, Tensor]] = []
@@ -159,12 +189,12 @@ class TritonAttention:
             self._table, self._table.stride(0), q.stride(0), heads.scale * math.log2(math.e),
             **sizes, PAGE=self._page_size, BLOCK_N=tile.block_n,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, PDL=self._pdl, launch_pdl=self._pdl,
         )  # fmt: skip
         if len(launch.merges):
             merge_partials_kernel[(len(launch.merges) * heads.count,)](
-                partials, stats, out, merges, counts, **sizes, num_warps=2
-            )
+                partials, stats, out, merges, counts, **sizes, num_warps=2, PDL=self._pdl, launch_pdl=self._pdl
+            )  # fmt: skip
 
 
 def _padded(rows: NDArray[np.int32], length: int) -> NDArray[np.int32]:

@@ -1,6 +1,8 @@
 """What lies between the matrix products, one pass over memory each: norms, rotation with KV write, gated activation.
 
-Arithmetic is in float32; results are rounded where the reference backend rounds a norm, and once elsewhere.
+Arithmetic is in float32; results are rounded where the reference backend rounds a norm, and once elsewhere. With PDL
+a kernel starts while the one before it ends, and touches what others write only behind `gdc_wait`, in every program: a
+kernel whose programs did not all wait might end before the one ahead of it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from corellm.kernels.inputs import Heads, Rope
 
@@ -18,26 +21,27 @@ LOCATE_BLOCK = 128  # tokens
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, residual, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
-    """Grid: rows. The norm of x, or with ADD of `residual` after x is added to it in place."""
+def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid: rows of x [n, WIDTH]."""
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + at, mask=inside, other=0.0)
-    if ADD:
-        value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
-        tl.store(residual + at, value, mask=inside)
     wide = value.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)).to(value.dtype)
-    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, (normed.to(tl.float32) * factor).to(value.dtype), mask=inside)
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: rows, blocks of `width`. gate_up [n, 2 * width], gate in front; out [n, width]."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -60,8 +64,12 @@ def rope_write_kv_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: tokens, blocks of BLOCK_H among the HEADS + 2 * KV_HEADS heads of a token. cos and sin as in `Rope`."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     HALF: tl.constexpr = DIM // 2
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -105,14 +113,14 @@ def locate_kernel(
     tl.store(kv_slots + at, block * PAGE + position % PAGE, mask=inside)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `Backend.rms_norm` and, with a residual, `Backend.add_rms_norm`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool) -> Tensor:
+    """See `Backend.rms_norm`."""
     out = torch.empty_like(x)
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(x.numel() // width,)](
-        x, x if residual is None else residual, weight, out, eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        x, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -131,20 +139,25 @@ def locate(
     return found, places, kv_slots
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, *, pdl: bool) -> Tensor:
     """See `Backend.silu_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](gate_up, out, width, BLOCK=SILU_BLOCK)
+    silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
+        gate_up, out, width, BLOCK=SILU_BLOCK, PDL=pdl, launch_pdl=pdl
+    )  # fmt: skip
     return out
 
 
-def rope_write_kv(qkv: Tensor, rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def rope_write_kv(
+    qkv: Tensor, rope: Rope, heads: Heads, kv_slots: Tensor, k: Tensor, v: Tensor, *, pdl: bool
+) -> Tensor:
     """See `Backend.rope_write_kv`. head_dim is a power of 2."""
     tokens, every = qkv.shape[0], heads.count + 2 * heads.kv
     q = qkv.new_empty(tokens, heads.count, heads.dim)
     rope_write_kv_kernel[(tokens, triton.cdiv(every, ROPE_HEADS))](
         qkv, rope.cos, rope.sin, kv_slots, q, k, v,
         HEADS=heads.count, KV_HEADS=heads.kv, DIM=heads.dim, BLOCK_H=ROPE_HEADS, num_warps=2,
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return q

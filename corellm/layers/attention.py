@@ -1,4 +1,4 @@
-"""Self-attention over the paged cache: QKV projection, rotation and KV write, attention, output projection."""
+"""Self-attention over the paged cache, up to its output projection."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from torch import Tensor
 
 from corellm.kernels import Backend, PagedAttention
 from corellm.kernels.inputs import Heads, Rope
-from corellm.layers.linear import column_parallel, row_parallel
-from corellm.layers.parallel import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +20,12 @@ class AttentionStep:
     attend: PagedAttention
 
 
-def self_attention(
-    x: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    k: Tensor,
-    v: Tensor,
-    step: AttentionStep,
-    backend: Backend,
-    group: Collectives,
+def attention(
+    x: Tensor, norm: Tensor, eps: float, qkv: Tensor, k: Tensor, v: Tensor, step: AttentionStep, backend: Backend
 ) -> Tensor:
-    """x [n, hidden], normed; qkv and o are this rank's weights, k and v its cache of this layer: [n, hidden]."""
-    projected = column_parallel(x, qkv, backend)
-    q = backend.rope_write_kv(projected, step.rope, step.heads, step.kv_slots, k, v)
-    return row_parallel(step.attend(q, k, v), o, backend, group)
+    """x [n, hidden] before its norm; norm and qkv are this rank's weights, k and v its cache of this layer.
+
+    Returns [n, heads * head_dim] of this rank's heads.
+    """
+    q = backend.norm_qkv(x, norm, eps, qkv, step.rope, step.heads, step.kv_slots, k, v)
+    return step.attend(q, k, v)

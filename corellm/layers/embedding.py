@@ -1,4 +1,4 @@
-"""Embedding and head, split over ranks by vocabulary."""
+"""Embedding, split over ranks by vocabulary."""
 
 from __future__ import annotations
 
@@ -16,8 +16,3 @@ def embed(tokens: Tensor, weight: Tensor, backend: Backend, group: Collectives) 
     absent = (local < 0) | (local >= len(weight))
     vectors = backend.embed(local.masked_fill(absent, 0), weight)
     return group.all_reduce(vectors.masked_fill_(absent[:, None], 0))
-
-
-def head(x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
-    """Logits of x [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""
-    return backend.linear(x, weight)

@@ -1,4 +1,7 @@
-"""Linear layers split over ranks."""
+"""Linear layers split over ranks by the columns of their input.
+
+A layer split by its output needs nothing of the group: each rank computes the part whose weights it has.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from corellm.kernels import Backend
 from corellm.layers.parallel import Collectives
 
 
-def column_parallel(x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
-    """x [n, in] whole on every rank, weight [out / size, in]: this rank's columns of the output [n, out / size]."""
-    return backend.linear(x, weight)
+def row_parallel_add(x: Tensor, weight: Tensor, residual: Tensor, backend: Backend, group: Collectives) -> None:
+    """Add the product of x [n, in / size], a rank's part of the input, and weight [out, in / size] to `residual`.
 
-
-def row_parallel(x: Tensor, weight: Tensor, backend: Backend, group: Collectives) -> Tensor:
-    """x [n, in / size] as a column-parallel layer leaves it, weight [out, in / size]: [n, out] whole on every rank."""
-    return group.all_reduce(backend.linear(x, weight))
+    residual [n, out] is the same on every rank, before and after.
+    """
+    if group.size == 1:
+        backend.linear_add(x, weight, residual)
+    else:
+        residual.add_(group.all_reduce(backend.linear(x, weight)))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from corellm.kernels import Backend, PagedAttention
 from corellm.kernels.inputs import Batch, Heads, KVCache
-from corellm.layers.activation import gated_mlp
-from corellm.layers.attention import AttentionStep, self_attention
-from corellm.layers.embedding import embed, head
+from corellm.layers.attention import AttentionStep, attention
+from corellm.layers.embedding import embed
+from corellm.layers.linear import row_parallel_add
 from corellm.layers.parallel import Collectives
 from corellm.layers.rotary import RotaryTable, inverse_frequencies
 from corellm.models.llama.spec import LlamaSpec
@@ -73,24 +73,17 @@ class Llama:
         self._rotary = RotaryTable(frequencies, max_model_len, weights["embed"].device, dtype)
 
     def forward(self, batch: Batch, attend: PagedAttention, kv: KVCache) -> Tensor:
-        """What the layers make of the batch's n tokens, normed: [n, hidden]; writes `kv`."""
+        """What the layers make of the batch's n tokens, before the last norm: [n, hidden]; writes `kv`."""
         weights, backend, group, eps = self._weights, self._backend, self._group, self._eps
         residual = embed(batch.tokens, weights.embed, backend, group)
-        step = AttentionStep(
-            heads=self.heads,
-            rope=self._rotary.lookup(batch.positions),
-            kv_slots=batch.kv_slots,
-            attend=attend,
-        )
-        next_norms = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
-        x = backend.rms_norm(residual, weights.layers[0].input_norm, eps)
-        for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            attended = self_attention(x, layer.qkv, layer.o, kv.k[i], kv.v[i], step, backend, group)
-            x = backend.add_rms_norm(attended, residual, layer.post_norm, eps)
-            x = gated_mlp(x, layer.gate_up, layer.down, backend, group)
-            x = backend.add_rms_norm(x, residual, next_norm, eps)
-        return x
+        step = AttentionStep(self.heads, self._rotary.lookup(batch.positions), batch.kv_slots, attend)
+        for i, layer in enumerate(weights.layers):
+            attended = attention(residual, layer.input_norm, eps, layer.qkv, kv.k[i], kv.v[i], step, backend)
+            row_parallel_add(attended, layer.o, residual, backend, group)
+            gated = backend.norm_gated(residual, layer.post_norm, eps, layer.gate_up)
+            row_parallel_add(gated, layer.down, residual, backend, group)
+        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""
-        return head(hidden, self._weights.head, self._backend)
+        """Logits of rows of `forward`'s result [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""
+        return self._backend.norm_linear(hidden, self._weights.norm, self._eps, self._weights.head)
