@@ -45,6 +45,16 @@ def batch(
     json_summary: Annotated[
         bool, typer.Option("--json-summary", help="Summary as JSON, on stdout (on stderr if rows go there).")
     ] = False,
+    attach_to: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="NAME", help="Use the running engine of this name.", rich_help_panel="Engine"),
+    ] = None,
+    new_engine: Annotated[
+        bool,
+        typer.Option(
+            "--new-engine", help="Start one, even if one runs that serves the model.", rich_help_panel="Engine"
+        ),
+    ] = False,
     *,
     sampling: SamplingDefaults,
     engine: EngineOptions,
@@ -56,6 +66,8 @@ def batch(
     if output == "-" and (restart or retry_errors):
         flag = "--restart" if restart else "--retry-errors"
         raise OptionError(f"{flag} needs an output that can be gone on with, and rows go to stdout; give -o OUT.jsonl")
+    if attach_to is not None and new_engine:
+        raise OptionError("--engine and --new-engine contradict each other; give one of them")
     defaults = sampling.given()
     source = context.get_parameter_source("seed")
     if source is not None and source.name != "DEFAULT":
@@ -76,6 +88,8 @@ def batch(
             json_summary=json_summary,
             defaults=defaults,
             engine=engine,
+            attach_to=attach_to,
+            new_engine=new_engine,
         )
     )
     raise typer.Exit(code)

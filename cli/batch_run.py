@@ -7,13 +7,13 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from corellm.batch.check import InputCheck
-from corellm.batch.engine_api import ModelLimits
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.journal import STDOUT, Journal, open_journal
 from corellm.batch.lines import STAGE, Source, Survey
@@ -23,15 +23,18 @@ from corellm.batch.prepare import Pipeline, Preparer
 from corellm.batch.progress import Event, Summary
 from corellm.batch.runner import BatchRunner
 from corellm.comms.messages import Progress
-from corellm.config import DEMO_MODEL, EngineOptions
+from corellm.config import EngineOptions
 from corellm.errors import CoreLLMError
-from corellm.found_model import FoundModel, find, model_name
+from corellm.found_model import FoundModel
+from corellm.logs import configure_logging
+from corellm.openai_api.prompts import ModelLimits
+from corellm.running_engines import Choice, choose
 from corellm.text_engine import TextEngine
 from corellm_tui.batch_progress import BatchDisplay, EventLines, summary_json, summary_lines
+from corellm_tui.foreign import one_line
 from corellm_tui.startup import StartupDisplay
 
 from .exit_codes import ExitCode
-from .logs import configure_logging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class BatchCommand:
     json_summary: bool
     defaults: Mapping[str, Any]
     engine: EngineOptions
+    attach_to: str | None = None  # the name of a running engine
+    new_engine: bool = False
 
     def batch_options(self) -> BatchOptions:
         return BatchOptions(order=self.order, limit=self.limit, strict=self.strict, defaults=self.defaults)
@@ -61,10 +66,6 @@ def run_batch(command: BatchCommand) -> ExitCode:
     options = command.batch_options()
     console = Console(stderr=True, highlight=False, quiet=command.quiet)
     with contextlib.closing(Source(command.input)) as source:
-        if command.engine.model is None:
-            command = replace(command, engine=replace(command.engine, model=model_name(command.engine)))
-            if command.engine.model == DEMO_MODEL:
-                console.print("no --model given and no GPU here: using the demo model, SmolLM2-135M-Instruct")
         run = _Run(command, options, source, console)
         try:
             summary = run.dry() if command.dry_run else run.whole()
@@ -87,7 +88,7 @@ class _Run:
     def dry(self) -> Summary:
         """Check every row and run nothing."""
         with StartupDisplay(self._console) as startup:
-            model = find(self._command.engine, startup.report)
+            model = self._choose(startup.report).model
             # There is no output, so the screen has every error.
             check = self._input_check(model, EventLines(self._console, every_error=True).on_event)
             self._summary_so_far = check.summary
@@ -99,7 +100,8 @@ class _Run:
         with contextlib.ExitStack() as closing:
             # The input is checked and the output opened before the engine starts: a refusal should not wait for it.
             with StartupDisplay(self._console) as startup:
-                model = find(self._command.engine, startup.report)
+                choice = self._choose(startup.report)
+                model = choice.model
                 startup.report(Progress(stage=STAGE))
                 survey = self._source.survey(startup.report)
                 if self._options.strict:
@@ -110,12 +112,21 @@ class _Run:
                 journal = closing.enter_context(self._open_output(model, survey))
                 if (finished := self._finished_earlier(model, journal, survey)) is not None:
                     return finished
-            return asyncio.run(self._generate(model, journal, survey.rows if survey else None))
+            return asyncio.run(self._generate(choice, journal, survey.rows if survey else None))
 
     def tell_end(self, failed_with: str) -> None:
         """Say how far a run came that an error ended."""
         if self._summary_so_far is not None:
             _tell(self._command, self._console, self._summary_so_far(failed_with))
+
+    def _choose(self, report: Callable[[Progress], None]) -> Choice:
+        command = self._command
+        choice = choose(command.engine, report, name=command.attach_to, new=command.new_engine)
+        if choice.running is not None:
+            self._console.print(Text(one_line(f"using the running engine {choice.running.info.name}")))
+        elif command.engine.model is None:
+            self._console.print("no --model given and no GPU here: using the demo model, SmolLM2-135M-Instruct")
+        return choice
 
     def _input_check(self, model: FoundModel, events: Callable[[Event], None]) -> InputCheck:
         return InputCheck(model, _limits(model), self._source, self._options, events)
@@ -141,9 +152,12 @@ class _Run:
             return None
         return Summary(skipped=pipeline.skipped, skipped_failed=pipeline.skipped_failed, output=journal.name)
 
-    async def _generate(self, model: FoundModel, journal: Journal, total: int | None) -> Summary:
+    async def _generate(self, choice: Choice, journal: Journal, total: int | None) -> Summary:
         with StartupDisplay(self._console) as startup:
-            engine = await TextEngine.start(model, startup.report)
+            if choice.running is None:
+                engine = await TextEngine.start(choice.model, startup.report)
+            else:
+                engine = await TextEngine.attach(choice.running.folder, choice.model, startup.report)
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(engine.close)
             startup.ready(engine.info)

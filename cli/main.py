@@ -10,7 +10,7 @@ import typer
 
 from corellm.errors import CoreLLMError, OptionError
 
-from . import batch
+from . import batch, chat, serve, top
 from .exit_codes import ExitCode
 
 app = typer.Typer(
@@ -20,6 +20,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("batch", help=batch.HELP)(batch.batch)
+app.command("chat", help=chat.HELP)(chat.chat)
+app.command("serve", help=serve.HELP)(serve.serve)
+app.command("top", help=top.HELP)(top.top)
 
 
 def _version(asked: bool) -> None:

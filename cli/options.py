@@ -55,6 +55,11 @@ class SamplingDefaults:
         return values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSampling(SamplingDefaults):
+    """Sampling settings of a chat; None leaves a field to the session, then to the defaults of chat."""
+
+
 def _check_sampling(values: Mapping[str, Any]) -> None:
     try:
         SamplingParams(**values)
@@ -64,7 +69,11 @@ def _check_sampling(values: Mapping[str, Any]) -> None:
 
 
 # The class that a parameter expands into, and how its options are presented.
-_PANELS: Mapping[type, str] = {EngineOptions: "Engine", SamplingDefaults: "Sampling, for rows that do not say"}
+_PANELS: Mapping[type, str] = {
+    EngineOptions: "Engine",
+    SamplingDefaults: "Sampling, for rows that do not say",
+    ChatSampling: "Sampling",
+}
 _FROM_ENVIRONMENT = frozenset({EngineOptions})
 
 
@@ -140,6 +149,7 @@ def _sampling_parser(spec: Field[Any]) -> Parser:
 _PARSERS: Mapping[type, Callable[[Field[Any]], Parser]] = {
     EngineOptions: _engine_parser,
     SamplingDefaults: _sampling_parser,
+    ChatSampling: _sampling_parser,
 }
 
 

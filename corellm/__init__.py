@@ -13,17 +13,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from corellm.engine_node import EngineNode
     from corellm.errors import CoreLLMError
-    from corellm.sampling_params import SamplingParams
-    from corellm.text_engine import Completion, Delta, TokenLogprob
+    from corellm.sampling_params import JsonConstraint, SamplingParams
+    from corellm.text_engine import Completion, Delta, PromptLogprob, TokenLogprob
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "CoreLLMError", "Delta", "EngineNode", "SamplingParams", "TokenLogprob", "__version__"]
+__all__ = [
+    "Completion",
+    "CoreLLMError",
+    "Delta",
+    "EngineNode",
+    "JsonConstraint",
+    "PromptLogprob",
+    "SamplingParams",
+    "TokenLogprob",
+    "__version__",
+]
 
 _HOMES = {
     "Completion": "corellm.text_engine",
     "CoreLLMError": "corellm.errors",
     "Delta": "corellm.text_engine",
     "EngineNode": "corellm.engine_node",
+    "JsonConstraint": "corellm.sampling_params",
+    "PromptLogprob": "corellm.text_engine",
     "SamplingParams": "corellm.sampling_params",
     "TokenLogprob": "corellm.text_engine",
 }

@@ -117,6 +117,30 @@ class BatchError(CoreLLMError):
     code = "batch_failed"
 
 
+class ServerError(CoreLLMError):
+    """The HTTP server cannot begin or go on: its port is taken, an API worker has died."""
+
+    code = "server_failed"
+
+
+class ChatError(CoreLLMError):
+    """A chat command cannot be followed, or a session cannot be read or written."""
+
+    code = "chat_failed"
+
+
+class UpstreamError(CoreLLMError):
+    """The server that a chat talks to cannot be reached, refuses, or breaks off."""
+
+    code = "upstream_failed"
+
+
+class RecordingError(CoreLLMError):
+    """A recording of `corellm top` cannot be written or read, is damaged, or is of another version."""
+
+    code = "recording_invalid"
+
+
 def _concrete(root: type[CoreLLMError]) -> dict[str, type[CoreLLMError]]:
     found = {root.code: root}
     for child in root.__subclasses__():

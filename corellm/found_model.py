@@ -75,9 +75,13 @@ def find(options: EngineOptions, report: Callable[[Progress], None]) -> FoundMod
     """
     name = model_name(options)
     report(Progress(stage="resolve model", detail=name))
-    path = find_model(name, report)
+    return load(Launch(options=options, model_path=str(find_model(name, report))))
+
+
+def load(launch: Launch) -> FoundModel:
+    """The model in a folder, checked against the options. Raises the typed error of whatever is wrong."""
+    path, options = Path(launch.model_path), launch.options
     checkpoint = open_checkpoint(path, options.load_format)
-    launch = Launch(options=options, model_path=str(path))
     tokenizer = _tokenizer(path, options.load_format)
     return FoundModel(
         launch=launch,

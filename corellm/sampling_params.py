@@ -105,12 +105,13 @@ class SamplingParams:
                 f"{constraint.param} makes a JSON schema of {size} characters; at most {MAX_SCHEMA_CHARS} are allowed",
                 constraint.param,
             )
-        if self.ignore_eos:
-            raise InvalidRequestError(
-                f"ignore_eos is true, but an answer held to {constraint.param} ends where its JSON does; "
-                "leave one of them out",
-                "ignore_eos",
-            )
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"{name} is given, but an answer held to {constraint.param} ends where its JSON does; "
+                    "leave one of them out",
+                    name,
+                )
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from corellm.comms.messages import NO_TOKEN, EngineInfo, Finish, Logprobs, Progress, Sampling, Stats
+from corellm.comms.messages import NO_TOKEN, EngineInfo, Finish, Logprobs, Progress, PromptLogprobs, Sampling, Stats
+from corellm.comms.run_folder import RunFolder
 from corellm.engine.engine_client import EngineClient
-from corellm.errors import InvalidRequestError, PromptTooLongError
+from corellm.errors import CoreLLMError, InvalidRequestError, PromptTooLongError
 from corellm.found_model import FoundModel
 from corellm.sampling_params import SamplingParams
 from corellm.text.assembler import TextAssembler
@@ -23,6 +24,19 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """The same of one prompt token, and its rank: how many are at least as likely, itself included.
+
+    The first token has neither, since nothing comes before it.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +58,7 @@ class Completion:
     first_token_s: float
     total_s: float
     preemptions: int
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None  # of every prompt token
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,11 +68,12 @@ class Delta:
     text: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None  # with the first one, if they were asked for
     end: Completion | None = None
 
 
 class TextEngine:
-    """An engine with its model's text side. One asyncio loop; make it with `start`, end it with `close`."""
+    """An engine with its model's text side. One asyncio loop; make it with `start` or `attach`, end it with `close`."""
 
     def __init__(self, client: EngineClient, info: EngineInfo, model: FoundModel) -> None:
         self.info = info
@@ -75,6 +91,24 @@ class TextEngine:
         """
         client = await EngineClient.launch(model.launch, report)
         return cls(client, await client.ready(), model)
+
+    @classmethod
+    async def attach(cls, folder: RunFolder, model: FoundModel, report: Callable[[Progress], None]) -> TextEngine:
+        """Join a running engine, whose model `model` must be; `close` leaves it running.
+
+        Raises `EngineDeadError` when it runs no more.
+        """
+        client = await EngineClient.connect(folder, report)
+        return cls(client, await client.ready(), model)
+
+    @property
+    def folder(self) -> RunFolder:
+        """The engine's run folder, by which others may join it."""
+        return self._client.folder
+
+    async def died(self) -> CoreLLMError:
+        """Wait for the end of the engine, and return what ended it."""
+        return await self._client.died()
 
     async def close(self) -> None:
         await self._client.close()
@@ -100,11 +134,14 @@ class TextEngine:
     ) -> AsyncGenerator[Delta, None]:
         """The same in pieces. Closing the generator aborts the request."""
         sampling = self._resolve(prompt, params)
-        stream = self._client.submit(prompt, sampling, priority=priority, cache_salt=cache_salt)
-        output = _Output(self.tokenizer, params)
+        stream = self._client.submit(
+            prompt, sampling, priority=priority, cache_salt=cache_salt, constraint=params.constraint
+        )
+        output = _Output(self.tokenizer, params, prompt)
         try:
             async for batch in stream:
                 finish = batch.finish
+                output.score_prompt(batch.prompt_logprobs)
                 delta = output.push(batch.tokens, batch.logprobs, finish)
                 if output.stop is not None and finish is None:
                     finish = await stream.end()  # the engine has not ended it; it knows the figures
@@ -154,6 +191,7 @@ class TextEngine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_ids=tuple(sorted(stop_ids)),
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             bias_ids=tuple(params.logit_bias),
             bias_values=tuple(params.logit_bias.values()),
         )
@@ -162,10 +200,13 @@ class TextEngine:
 class _Output:
     """Collects one request's tokens into text, and cuts them at a stop string (`stop`, once it is found)."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt: Sequence[int]) -> None:
         self.stop: str | None = None
         self._assembler = TextAssembler(tokenizer, params) if tokenizer is not None else None
         self._top = params.logprobs
+        self._prompt = prompt
+        self._prompt_top = params.prompt_logprobs
+        self._prompt_logprobs = [PromptLogprob(prompt[0])] if params.prompt_logprobs is not None else []
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -181,9 +222,24 @@ class _Output:
         top = self._top or 0
         found = [_token_logprob(token, entry, top) for token, entry in zip(tokens, logprobs, strict=False)]
         self._text.append(text)
-        self._tokens += tokens
         self._logprobs += found
-        return Delta(text=text, token_ids=tokens, logprobs=found)
+        prompt = None if self._tokens or self._prompt_top is None else tuple(self._prompt_logprobs)
+        self._tokens += tokens
+        return Delta(text=text, token_ids=tokens, logprobs=found, prompt_logprobs=prompt)
+
+    def score_prompt(self, scores: list[PromptLogprobs]) -> None:
+        """Take in log-probabilities of the prompt's tokens, in order of position."""
+        for found in scores:
+            shape, top = (len(found.logprobs), found.k), self._prompt_top or 0
+            ids, values = found.top_ids.reshape(shape)[:, :top], found.top_logprobs.reshape(shape)[:, :top]
+            tokens = self._prompt[found.first : found.first + len(found.logprobs)]
+            columns = zip(
+                tokens, found.logprobs.tolist(), found.ranks.tolist(), ids.tolist(), values.tolist(), strict=True
+            )
+            self._prompt_logprobs += [
+                PromptLogprob(token, logprob, rank, tuple(zip(top_ids, top_values, strict=True)))
+                for token, logprob, rank, top_ids, top_values in columns
+            ]
 
     def completion(self, finish: Finish) -> Completion:
         return Completion(
@@ -195,6 +251,7 @@ class _Output:
             cached_tokens=finish.cached_tokens,
             output_tokens=len(self._tokens),
             logprobs=tuple(self._logprobs) if self._top is not None else None,
+            prompt_logprobs=tuple(self._prompt_logprobs) if self._prompt_top is not None else None,
             queued_s=finish.queued_s,
             first_token_s=finish.first_token_s,
             total_s=finish.total_s,

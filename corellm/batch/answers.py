@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +13,7 @@ from corellm.batch.journal import answer_row, error_row
 from corellm.batch.prepare import PreparedRow, RefusedRow
 from corellm.batch.rows import Row, RowError
 from corellm.errors import CoreLLMError, InvalidRequestError, RequestFailedError
-from corellm.openai_api.fields import Endpoint
-from corellm.openai_api.responses import Head, chat_body, completion_body, error_body, error_status, usage
+from corellm.openai_api.responses import Head, error_body, error_status, response_body, usage
 from corellm.openai_api.results import Completion, TokenBytes
 
 BATCH_PRIORITY = 1  # behind interactive requests, which have 0
@@ -64,11 +62,8 @@ class Answerer:
             groups = await self._complete_all(prepared)
         except (InvalidRequestError, RequestFailedError) as error:
             return _failed(row, error)
-        name = uuid4().hex
-        if row.endpoint is Endpoint.CHAT:
-            body = chat_body(Head(f"chatcmpl-{name}", int(time.time()), self._model), groups[0], self._token_bytes)
-        else:
-            body = completion_body(Head(f"cmpl-{name}", int(time.time()), self._model), groups, self._token_bytes)
+        head = Head.new(row.endpoint, self._model)
+        body = response_body(prepared.request, head, groups, self._token_bytes)
         used = usage(groups)
         return Answer(
             row.line,
@@ -81,7 +76,7 @@ class Answerer:
 
     async def _complete_all(self, prepared: PreparedRow) -> Sequence[Sequence[Completion]]:
         """The answers, [prompt][choice]. Raises the gravest error only when none of them runs any more."""
-        n = prepared.generation.n
+        n = prepared.request.generation.n
         tasks: list[asyncio.Task[Completion]] = []
         try:
             for index, choice in product(range(len(prepared.prompts)), range(n)):
@@ -104,7 +99,7 @@ class Answerer:
         return [done[start : start + n] for start in range(0, len(done), n)]
 
     async def _complete(self, prepared: PreparedRow, index: int, choice: int) -> Completion:
-        generation = prepared.generation
+        generation = prepared.request.generation
         return await self._engine.complete(
             prepared.prompts[index],
             generation.choice_params(choice),

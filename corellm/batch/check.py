@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from corellm.batch.answers import refused
-from corellm.batch.engine_api import Encoder, ModelLimits
 from corellm.batch.lines import STAGE, Report, Source
 from corellm.batch.options import BatchOptions
 from corellm.batch.prepare import Pipeline, PreparedRow, Preparer, RefusedRow
@@ -14,6 +13,7 @@ from corellm.batch.progress import Event, RowEnded, SharedId, Summary
 from corellm.batch.rows import RowError
 from corellm.comms.messages import Progress
 from corellm.errors import BatchError
+from corellm.openai_api.prompts import Encoder, ModelLimits
 
 REPORT_ROWS = 256  # between two reports
 

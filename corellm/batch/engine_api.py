@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from corellm.comms.messages import EngineInfo
+from corellm.openai_api.prompts import Encoder
 from corellm.openai_api.results import Completion
 from corellm.sampling_params import SamplingParams
-
-
-class Encoder(Protocol):
-    """Prompts to token ids; raises `InvalidRequestError`. Called from a thread of the batch's own."""
-
-    def encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]: ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> Sequence[int]: ...
 
 
 class Generator(Protocol):
@@ -49,15 +35,3 @@ class Engine(Encoder, Generator, Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def tokenizer(self) -> Vocabulary | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What a request must fit: prompt + output tokens, and ids below the vocabulary's size."""
-
-    max_request_tokens: int
-    vocab: int
-
-    @classmethod
-    def of(cls, info: EngineInfo) -> ModelLimits:
-        return cls(info.max_request_tokens, info.vocab)

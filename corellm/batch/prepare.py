@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from corellm.batch.engine_api import Encoder, ModelLimits
 from corellm.batch.lines import Source
 from corellm.batch.recovery import FinishedRows
 from corellm.batch.rows import Row, RowError, read_rows
-from corellm.errors import BatchError, InvalidRequestError, PromptTooLongError
+from corellm.errors import BatchError, InvalidRequestError
 from corellm.openai_api.fields import Endpoint
-from corellm.openai_api.requests import ChatRequest, CompletionRequest, Generation, parse_request
+from corellm.openai_api.prompts import Encoder, ModelLimits, encode_request
+from corellm.openai_api.requests import ChatRequest, CompletionRequest, parse_request
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A row that can run. `prompts` are token ids, 4 bytes each; every prompt is answered `generation.n` times."""
+    """A row that can run. `prompts` are token ids, 4 bytes each; every prompt is answered `n` times."""
 
     row: Row
     prompts: Sequence[array[int]]
-    generation: Generation
+    request: ChatRequest | CompletionRequest
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,50 +59,10 @@ class Preparer:
             request = parse_request(row.endpoint, row.body, self._defaults)
             if request.generation.stream:
                 raise InvalidRequestError("stream is true; a batch writes whole answers: leave it out", "stream")
-            prompts = [array("i", ids) for ids in self._encode(request)]
-            field = "prompt" if isinstance(request, CompletionRequest) else "messages"
-            for prompt in prompts:
-                self._check_length(len(prompt), request.generation.params.max_tokens, field)
-                self._check_ids(field, prompt)
-            self._check_ids("logit_bias", request.generation.params.logit_bias)
-            self._check_ids("stop_token_ids", request.generation.params.stop_token_ids)
+            prompts = encode_request(request, self._encoder, self._limits)
         except InvalidRequestError as error:
             return RefusedRow(row, error)
-        return PreparedRow(row, prompts, request.generation)
-
-    def _encode(self, request: ChatRequest | CompletionRequest) -> Iterator[Sequence[int]]:
-        if isinstance(request, CompletionRequest):
-            yield from map(self._encoder.encode_prompt, request.prompts)
-            return
-        yield self._encoder.encode_chat(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-        )
-
-    def _check_length(self, prompt_tokens: int, max_tokens: int | None, field: str) -> None:
-        limit = self._limits.max_request_tokens
-        if not prompt_tokens:
-            raise InvalidRequestError(f"{field} has no tokens; give at least one", field)
-        if prompt_tokens + (max_tokens or 1) <= limit:
-            return
-        if max_tokens is None or prompt_tokens >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {prompt_tokens} tokens; with at least one of output, a request may have {limit}: "
-                "shorten the prompt",
-                field,
-            )
-        raise PromptTooLongError(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, {prompt_tokens + max_tokens} "
-            f"together; a request may have {limit}: lower max_tokens or shorten the prompt",
-            "max_tokens",
-        )
-
-    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
-        vocab = self._limits.vocab
-        highest = max(ids, default=0)
-        if highest >= vocab:
-            raise InvalidRequestError(f"{field} names token {highest}; the model's ids end at {vocab - 1}", field)
+        return PreparedRow(row, prompts, request)
 
 
 class Pipeline:

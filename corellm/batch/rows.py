@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from corellm.batch.lines import Line
 from corellm.batch.unique import UniqueIds
 from corellm.openai_api.fields import Endpoint
+from corellm.openai_api.json_object import NotAnObjectError, json_object
 from corellm.openai_api.kinds import shown
 
 ROW_INVALID = "row_invalid"
@@ -19,7 +17,6 @@ DUPLICATE_ID = "duplicate_custom_id"
 
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
-_BYTE = re.compile(r"\(byte (\d+)\)")
 _SHORT_FORMS = {"messages": Endpoint.CHAT, "prompt": Endpoint.COMPLETIONS}
 
 
@@ -101,22 +98,9 @@ def _object(line: Line) -> dict[str, Any]:
     if line.data is None:
         raise _Refused(f"the line has {line.size} bytes, more than the {line.limit} allowed; split the row")
     try:
-        value = msgspec.json.decode(line.data.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _Refused(f"the line is not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    except RecursionError:
-        raise _Refused("the line is nested too deeply; a request needs few levels") from None
-    except msgspec.DecodeError as error:
-        raise _Refused(f"the line is not JSON: {_json_fault(str(error))}") from None
-    if not isinstance(value, dict):
-        raise _Refused(f"the line holds {shown(value)}; it must be a JSON object")
-    return value
-
-
-def _json_fault(reason: str) -> str:
-    """Where the text stops being JSON. The decoder's own reasons do not always name the right fault."""
-    position = _BYTE.search(reason)
-    return f"it goes wrong at byte {position[1]}" if position else "it is cut off, or holds a number out of range"
+        return json_object(line.data, "the line")
+    except NotAnObjectError as error:
+        raise _Refused(str(error)) from None
 
 
 def _custom_id(fields: dict[str, Any], line: int) -> str:

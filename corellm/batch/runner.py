@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from corellm.batch.answers import Answer, Answerer, refused
 from corellm.batch.check import bad_row
-from corellm.batch.engine_api import Engine, ModelLimits
+from corellm.batch.engine_api import Engine
 from corellm.batch.feed import Feed
 from corellm.batch.journal import Journal
 from corellm.batch.lines import Source
@@ -19,6 +19,7 @@ from corellm.batch.progress import Event, RowEnded, SharedId, Snapshot, Stopping
 from corellm.batch.rows import RowError
 from corellm.batch.stream_writer import StreamWriter
 from corellm.errors import BatchError, EngineDeadError
+from corellm.openai_api.prompts import ModelLimits
 
 MAX_TOKENS_IN_FLIGHT = 1 << 24  # prompt tokens of admitted rows: 64 MiB
 FEED_DEPTH = 64  # rows tokenised ahead of admission

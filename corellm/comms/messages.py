@@ -258,6 +258,7 @@ class Stats(Message, frozen=True, kw_only=True):
     last_prefill_tokens: int  # of the last step
     last_decode_tokens: int
     last_step_s: float
+    busy_s: float = 0.0  # of all steps together: how long the device worked
 
 
 StatsMessage = Stats

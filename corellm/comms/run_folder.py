@@ -57,6 +57,11 @@ class RunFolder:
     def stats(self) -> str:
         return self._address("stats")
 
+    @property
+    def watch(self) -> str:
+        """Where the engine publishes what dashboards read; `stats` is for front ends."""
+        return self._address("watch")
+
     def worker(self, rank: int) -> str:
         return self._address(f"worker-{rank}")
 
@@ -150,6 +155,15 @@ def create() -> RunFolder:
     folder.check_length()
     folder.path.mkdir(mode=0o700)
     return folder
+
+
+def living() -> list[RunFolder]:
+    """The folders of engines that run, whether or not they are ready; the oldest first."""
+    folders = []
+    for path in root().iterdir():
+        with contextlib.suppress(OSError):  # removed in the meantime
+            folders.append((path.stat().st_ctime, RunFolder(path)))
+    return [folder for _, folder in sorted(folders, key=lambda entry: (entry[0], entry[1].path)) if folder.is_alive()]
 
 
 def _sweep(parent: Path) -> None:

@@ -9,10 +9,14 @@ from corellm.config import EngineOptions
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """`options.json`, from the front end that starts an engine: its options, and the folder that the model is in."""
+    """`options.json`, from the front end that starts an engine: its options, and the folder that the model is in.
+
+    `shared` says that the engine is there for other front ends too, which then find it by themselves.
+    """
 
     options: EngineOptions
     model_path: str
+    shared: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

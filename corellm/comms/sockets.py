@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import zmq
@@ -10,6 +11,7 @@ import zmq.asyncio
 QUEUE = 16384  # messages held for a peer that does not read
 MAX_MESSAGE = 256 << 20  # bytes; a step of the longest context is far below
 LINGER_MS = 1000
+WATCH_QUEUE = 8  # snapshots held for a dashboard; together they may be a few megabytes
 
 
 def configure(socket: zmq.Socket[Any], *, queue: int = QUEUE) -> None:
@@ -33,6 +35,14 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Sock
     """The engine's stats. Slow readers lose messages; the engine never waits for them."""
     socket = context.socket(zmq.PUB)
     configure(socket, queue=64)
+    socket.bind(address)
+    return socket
+
+
+def watch_publisher(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """What the engine publishes for dashboards. It learns which topics anyone reads; slow readers lose messages."""
+    socket = context.socket(zmq.XPUB)
+    configure(socket, queue=WATCH_QUEUE)
     socket.bind(address)
     return socket
 
@@ -68,6 +78,16 @@ def dealer(context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
     """A front end's socket to the engine."""
     socket = context.socket(zmq.DEALER)
     configure(socket)
+    socket.connect(address)
+    return socket
+
+
+def watcher(context: zmq.asyncio.Context, address: str, topics: Iterable[bytes]) -> zmq.asyncio.Socket:
+    """A dashboard's socket. What it does not read in time is lost, whole snapshots at a time."""
+    socket = context.socket(zmq.SUB)
+    configure(socket, queue=WATCH_QUEUE)
+    for topic in topics:
+        socket.setsockopt(zmq.SUBSCRIBE, topic)
     socket.connect(address)
     return socket
 

@@ -46,7 +46,9 @@ def _serve(folder: RunFolder, launch: Launch, front_ends: FrontEnds, death_pipe:
         failure = Dying
         stats = StatsPublisher(folder, started.info.model)
         with contextlib.closing(stats):
-            Engine(started.info, front_ends, startup.workers, started.scheduler, stats, death_pipe).serve()
+            Engine(
+                started.info, front_ends, startup.workers, started.scheduler, stats, started.constraints, death_pipe
+            ).serve()
     except CoreLLMError as error:
         log.info("%s", error.message)
         farewell = failure(code=error.code, message=error.message)

@@ -53,7 +53,8 @@ def _check_sampling(sampling: Sampling, vocab: int) -> None:
         ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
         ("repetition_penalty", 0 < sampling.repetition_penalty < math.inf, "a positive number"),
-        ("logprobs", sampling.logprobs is None or 0 <= sampling.logprobs <= min(MAX_LOGPROBS, vocab), "0 to 20"),
+        ("logprobs", 0 <= (sampling.logprobs or 0) <= min(MAX_LOGPROBS, vocab), "0 to 20"),
+        ("prompt_logprobs", 0 <= (sampling.prompt_logprobs or 0) <= min(MAX_LOGPROBS, vocab), "0 to 20"),
         ("logit_bias", len(sampling.bias_ids) == len(sampling.bias_values), "one value for each id"),
         ("logit_bias", all(0 <= token < vocab for token in ids), f"of token ids 0 to {vocab - 1}, as stop ids are"),
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from corellm.comms.codec import f32, i32, i64
 from corellm.comms.messages import NO_TOKEN, Finish, Logprobs, Request, StepEvents
-from corellm.engine.scheduler import Outcome
 from corellm.engine.sequence import Sequence
+from corellm.engine.steps import Outcome
 from corellm.errors import CoreLLMError
 
 
@@ -15,6 +15,7 @@ def step_events(outcome: Outcome) -> Iterator[tuple[bytes, StepEvents]]:
     """One message for each front end that the step has something for."""
     clients = {sequence.client for sequence in outcome.sequences}
     clients.update(sequence.client for sequence in outcome.ended)
+    clients.update(sequence.client for sequence, _ in outcome.prompt_logprobs)
     for client in clients:
         mine = [i for i, sequence in enumerate(outcome.sequences) if sequence.client == client]
         everything = len(mine) == len(outcome.sequences)
@@ -29,6 +30,7 @@ def step_events(outcome: Outcome) -> Iterator[tuple[bytes, StepEvents]]:
                 indices=i32(indices),
                 finished=[finish_message(sequence) for sequence in outcome.ended if sequence.client == client],
                 logprobs=_logprobs(outcome, mine),
+                prompt_logprobs=[(s.tag, found) for s, found in outcome.prompt_logprobs if s.client == client],
             ),
         )
 
@@ -62,6 +64,7 @@ def finish_message(sequence: Sequence) -> Finish:
         stop_id=NO_TOKEN if end.stop_id is None else end.stop_id,
         code=end.code,
         message=end.message,
+        param=end.param,
         prompt_tokens=sequence.prompt_len,
         cached_tokens=sequence.cached_tokens,
         output_tokens=sequence.output_tokens,

@@ -1,7 +1,7 @@
 """The engine loop: the control plane's one thread.
 
     receive      drain front ends, workers' reports and heartbeats
-    collect      the result of the oldest step in flight
+    collect      the result of the oldest step in flight, and what may follow the tokens of constrained sequences
     schedule     the next plan, dispatched to every rank while the step before it still runs
     emit         tokens and terminal events to front ends, stats to whoever listens
 
@@ -28,15 +28,18 @@ from corellm.comms.messages import (
     Ready,
     Request,
     StepEvents,
+    StepResult,
     Submit,
 )
+from corellm.engine.constraints import Constraints, Verdict
 from corellm.engine.emit import finish_message, only_finished, refusal, step_events
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.scheduler import Scheduler
 from corellm.engine.sequence import End, Sequence
 from corellm.engine.stats import StatsPublisher
+from corellm.engine.steps import Outcome
 from corellm.engine.workers import Workers
-from corellm.errors import CoreLLMError, EngineDeadError, ProtocolError
+from corellm.errors import CoreLLMError, EngineDeadError, InvalidRequestError, ProtocolError
 
 STEPS_IN_FLIGHT = 2
 TICK_MS = 250  # the longest that the loop sleeps
@@ -53,6 +56,7 @@ class Engine:
         workers: Workers,
         scheduler: Scheduler,
         stats: StatsPublisher,
+        constraints: Constraints,
         death_pipe: int,
     ) -> None:
         self._info = info
@@ -60,6 +64,7 @@ class Engine:
         self._workers = workers
         self._scheduler = scheduler
         self._stats = stats
+        self._constraints = constraints
         self._death_pipe = death_pipe
         self._open: dict[tuple[bytes, int], Sequence] = {}  # by connection and the front end's own number
         self._ids = itertools.count(1)
@@ -73,18 +78,26 @@ class Engine:
         poller = zmq.Poller()
         self._front_ends.watch(poller)
         self._workers.watch(poller)
+        self._constraints.watch(poller)
         poller.register(self._death_pipe, zmq.POLLIN)
         while not self._should_stop():
             poller.poll(TICK_MS)
             self.turn()
+        self._stats.publish_last(self._scheduler)
 
     def turn(self) -> None:
         """One round of the loop: whatever has come in, and the plans and messages that follow from it."""
         for client, message in self._front_ends.receive():
             self._on_message(client, message)
-        outcomes = [self._scheduler.collect(result) for result in self._workers.receive()]
+        for verdict in self._constraints.collect():  # of tokens that earlier turns have sent out
+            self._on_verdict(verdict)
+        outcomes = [self._collect(result) for result in self._workers.receive()]
+        for outcome in outcomes:
+            for sequence, token in outcome.constrained:
+                self._constraints.advance(sequence, token)
         while self._scheduler.in_flight < STEPS_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
             self._workers.send(plan)
+            self._stats.on_plan(plan, self._scheduler)
         for outcome in outcomes:
             for sequence in outcome.ended:
                 self._open.pop((sequence.client, sequence.tag), None)
@@ -94,6 +107,11 @@ class Engine:
         for client in self._front_ends.silent():
             self._drop(client)
         self._stats.publish(self._scheduler)
+
+    def _collect(self, result: StepResult) -> Outcome:
+        outcome = self._scheduler.collect(result)
+        self._stats.on_result(result, outcome)
+        return outcome
 
     # ---- front ends -----------------------------------------------------------------------------------------------
 
@@ -129,12 +147,30 @@ class Engine:
         except CoreLLMError as error:
             return refusal(request, error)
         self._open[key] = sequence
+        if sequence.constraint is not None:
+            self._constraints.open(sequence)
         return None
 
+    def _on_verdict(self, verdict: Verdict) -> None:
+        sequence, error = verdict.sequence, verdict.error
+        if sequence.end is not None:
+            return
+        if verdict.mask is not None:
+            self._scheduler.allow(sequence, verdict.mask)
+        elif error is None:
+            self._finish(sequence, End("stop"))
+        else:
+            param = error.param if isinstance(error, InvalidRequestError) else None
+            self._finish(sequence, End("error", code=error.code, message=error.message, param=param or ""))
+
     def _end(self, client: bytes, tag: int, end: End) -> None:
-        sequence = self._open.pop((client, tag), None)
-        if sequence is not None and self._scheduler.release(sequence, end):
-            self._send(client, only_finished([finish_message(sequence)]))
+        if (sequence := self._open.get((client, tag))) is not None:
+            self._finish(sequence, end)
+
+    def _finish(self, sequence: Sequence, end: End) -> None:
+        del self._open[(sequence.client, sequence.tag)]
+        if self._scheduler.release(sequence, end):
+            self._send(sequence.client, only_finished([finish_message(sequence)]))
 
     def _send(self, client: bytes, events: StepEvents) -> None:
         if not self._front_ends.send(client, events):

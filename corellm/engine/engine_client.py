@@ -53,11 +53,14 @@ from corellm.errors import (
     RequestAbortedError,
     from_code,
 )
+from corellm.sampling_params import JsonConstraint
 
 PING_S = 1.0
 STARTING_SILENCE_S = 60.0  # reading the headers of a large checkpoint from a slow disk takes its time
 SILENCE_S = 15.0  # the engine publishes stats several times a second; none for this long: it is stopped or hung
 STOP_S = 15.0
+LOCK_S = 0.5  # between two looks at whether an engine that is not our child still runs
+GOODBYE_MS = 500
 
 
 class EngineClient:
@@ -69,7 +72,8 @@ class EngineClient:
 
     def __init__(self, folder: RunFolder, engine: Child | None) -> None:
         self.latest_stats: Stats | None = None
-        self._folder, self._engine = folder, engine
+        self.folder = folder
+        self._engine = engine
         self._context = zmq.asyncio.Context()
         self._socket = sockets.dealer(self._context, folder.requests)
         self._stats_socket = sockets.subscriber(self._context, folder.stats)
@@ -77,6 +81,7 @@ class EngineClient:
         self._tags = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._dead: CoreLLMError | None = None
+        self._end: asyncio.Future[CoreLLMError] = asyncio.get_running_loop().create_future()
         self._silence = Silence()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._report: Callable[[Progress], None] = lambda _: None
@@ -114,7 +119,10 @@ class EngineClient:
         self._report = report
         try:
             self._post(Hello(version=PROTOCOL_VERSION, front_end=f"pid {os.getpid()}"))
-            self._tasks = [asyncio.create_task(work()) for work in (self._read, self._read_stats, self._keep_alive)]
+            work = [self._read, self._read_stats, self._keep_alive]
+            if self._engine is None:
+                work.append(self._watch_lock)
+            self._tasks = [asyncio.create_task(part()) for part in work]
             for task in self._tasks:
                 task.add_done_callback(self._on_task_end)
             await self.ready()
@@ -126,6 +134,10 @@ class EngineClient:
         """What the engine is, once it is ready. Raises what kept it from becoming so."""
         return await asyncio.shield(self._ready)
 
+    async def died(self) -> CoreLLMError:
+        """Wait for the end of the connection, whatever ends it, and return the reason."""
+        return await asyncio.shield(self._end)
+
     async def close(self) -> None:
         """End the connection and, if we launched it, the engine. Open streams raise `EngineDeadError`."""
         self._die(EngineDeadError("the connection to the engine was closed"))
@@ -133,19 +145,26 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._post(Goodbye())
+        linger = GOODBYE_MS if self._engine is None else 0
         if self._engine is not None:
             asyncio.get_running_loop().remove_reader(self._engine.pidfd)
             await asyncio.to_thread(stop_all, [self._engine], STOP_S)
             self._engine = None
-            self._folder.remove()
-        self._socket.close(linger=0)
+            self.folder.remove()
+        self._socket.close(linger=linger)
         self._stats_socket.close(linger=0)
         self._context.term()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        constraint: JsonConstraint | None = None,
     ) -> TokenStream:
         """Queue one prompt of token ids.
 
@@ -155,7 +174,12 @@ class EngineClient:
             raise self._dead
         stream = TokenStream(self, next(self._tags))
         request = Request(
-            tag=stream.tag, prompt=_token_ids(prompt), sampling=sampling, priority=priority, cache_salt=cache_salt
+            tag=stream.tag,
+            prompt=_token_ids(prompt),
+            sampling=sampling,
+            priority=priority,
+            cache_salt=cache_salt,
+            constraint=constraint,
         )
         try:
             self._post(Submit(requests=[request]))
@@ -232,6 +256,9 @@ class EngineClient:
         for logprobs in events.logprobs:
             if (stream := streams.get(tags[logprobs.row])) is not None:
                 stream.push_logprobs(logprobs)
+        for tag, found in events.prompt_logprobs:
+            if (stream := streams.get(tag)) is not None:
+                stream.push_prompt_logprobs(found)
         for tag, token, index in zip(tags, events.tokens.tolist(), events.indices.tolist(), strict=True):
             if (stream := streams.get(tag)) is not None:  # None: aborted here, not yet there
                 stream.push(token, index)
@@ -256,6 +283,14 @@ class EngineClient:
             if self._silence.seconds() > limit:
                 self._die(EngineTimeoutError(f"the engine has been silent for {limit:.0f} s; it is stopped or hung"))
 
+    async def _watch_lock(self) -> None:
+        """Notice the death of an engine that is not our child: the kernel gives its lock back."""
+        while self._dead is None:
+            if not self.folder.is_alive():
+                words = self.folder.last_words()
+                self._die(from_code(*words) if words is not None else EngineDeadError("the engine was killed"))
+            await asyncio.sleep(LOCK_S)
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -268,7 +303,7 @@ class EngineClient:
         if engine is None:
             return
         asyncio.get_running_loop().remove_reader(engine.pidfd)
-        words = self._folder.last_words()
+        words = self.folder.last_words()
         if words is not None:
             self._die(from_code(*words))
         else:
@@ -279,6 +314,7 @@ class EngineClient:
         if self._dead is not None:
             return
         self._dead = error
+        self._end.set_result(error)
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # it is raised where it is awaited; no complaint if it never is

@@ -9,10 +9,14 @@ Rules, in order of precedence:
 1. Every running sequence decodes first, one token each, the most urgent and oldest first.
 2. What is left of the token budget goes to prefills in progress, in the same order, in chunks.
 3. Then waiting sequences enter, by priority class and arrival, while slots and blocks last. The head never yields to a
-   smaller one behind it.
+   smaller one behind it. Those that await a mask are not in the queue yet.
 4. A decode that needs a block evicts cached blocks; if there are none, the youngest of the lowest class is preempted:
    its blocks become cached, it waits again and recomputes what was evicted meanwhile. So the oldest always progresses.
-5. Fence: the slot and blocks of a sequence are given back only when the result of the last step that names it is in.
+5. A constrained sequence samples only while its mask is known, which is once its last token is: it alone falls back
+   from one step ahead.
+6. Fence: the slot and blocks of a sequence are given back only when the result of the last step that names it is in.
+
+A prompt whose log-probabilities are asked for is computed whole, until they are known.
 
 The pages of a prompt are published to the cache when the chunk that computes them is planned. A later row, even one of
 the same step, may attend to them: workers run steps in order and write a layer's KV before they attend in it.
@@ -23,13 +27,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from corellm.comms.codec import i32
-from corellm.comms.messages import SlotOpen, StepPlan, StepResult, TopLogprobs
+from corellm.comms.messages import I32, SlotOpen, StepPlan, StepResult
 from corellm.engine.admission import Limits, check_request
 from corellm.engine.kv_cache.allocator import KVCacheAllocator
 from corellm.engine.sequence import End, Sequence, State, by_order
+from corellm.engine.steps import Draft, Outcome
 from corellm.errors import NumericalError, ProtocolError
 
 
@@ -46,37 +52,7 @@ class Counters:
     last_prefill_tokens: int = 0
     last_decode_tokens: int = 0
     last_step_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a result brought. Token i goes to `sequences[i]` as its output number `indices[i]`; `rows[i]` is its place
-    among the sampling rows, by which log-probabilities are found."""
-
-    step: int
-    sequences: list[Sequence] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-    logprobs: TopLogprobs | None = None
-
-
-class _Draft:
-    """A plan in the making."""
-
-    __slots__ = ("append_blocks", "append_slots", "budget", "counts", "opens", "samples", "sampling", "slots", "step")
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step = step
-        self.budget = budget
-        self.opens: list[SlotOpen] = []
-        self.append_slots: list[int] = []
-        self.append_blocks: list[int] = []
-        self.slots: list[int] = []
-        self.counts: list[int] = []
-        self.samples: list[int] = []
-        self.sampling: list[Sequence] = []
+    busy_s: float = 0.0  # of all steps together
 
 
 class Scheduler:
@@ -95,7 +71,7 @@ class Scheduler:
         self._clock = clock
         self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self._closed_slots: list[int] = []  # to be told to the workers with the next plan
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, its sampling rows
+        self._in_flight: deque[Draft] = deque()
         self._retiring: deque[Sequence] = deque()  # released or preempted, before their fence
         self._changes = 0  # counts what may let a sequence in that did not fit before
         self._blocked: tuple[int, int] | None = None  # the head of the queue, and the count when it did not fit
@@ -131,6 +107,10 @@ class Scheduler:
             self._retire(sequence)
         return True
 
+    def allow(self, sequence: Sequence, mask: I32) -> None:
+        """Which tokens may come after the last known one of a constrained sequence: it may sample again."""
+        sequence.mask, sequence.awaits_mask = mask, False
+
     # ---- the step -------------------------------------------------------------------------------------------------
 
     @property
@@ -142,9 +122,20 @@ class Scheduler:
         """Steps planned since the start."""
         return self._next_step - 1
 
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Those that were preempted and have not passed their fence: they hold what they held, and do not wait yet."""
+        return [sequence for sequence in self._retiring if sequence.state is State.PREEMPTED]
+
+    def lack(self, head: Sequence) -> Literal["slots", "blocks", "tokens"]:
+        """What keeps the head of the queue from entering: a slot, blocks, or a share of the token budget."""
+        if not self._free_slots:
+            return "slots"
+        return "blocks" if self._blocked is not None and self._blocked[0] == head.id else "tokens"
+
     def schedule(self) -> StepPlan | None:
         """The next step, or None when no row can be computed before something changes."""
-        draft = _Draft(self._next_step, self.limits.max_batch_tokens)
+        draft = Draft(self._next_step, self.limits.max_batch_tokens)
         self._schedule_decodes(draft)
         decodes = len(draft.slots)
         self._schedule_prefills(draft)
@@ -152,34 +143,28 @@ class Scheduler:
         if not draft.slots:
             return None
         self._next_step += 1
-        self._in_flight.append((draft.step, draft.sampling))
+        self._in_flight.append(draft)
         self.counters.last_decode_tokens = decodes
         self.counters.last_prefill_tokens = self.limits.max_batch_tokens - draft.budget - decodes
         self.counters.prompt_tokens += self.counters.last_prefill_tokens
         closes, self._closed_slots = self._closed_slots, []
-        return StepPlan(
-            step=draft.step,
-            closes=i32(closes),
-            opens=draft.opens,
-            append_slots=i32(draft.append_slots),
-            append_blocks=i32(draft.append_blocks),
-            row_slots=i32(draft.slots),
-            row_tokens=i32(draft.counts),
-            row_samples=i32(draft.samples),
-        )
+        return draft.plan(closes)
 
     def collect(self, result: StepResult) -> Outcome:
         """Take in the result of the oldest step in flight.
 
         Raises `ProtocolError` when the result is of another step or of another number of rows.
         """
-        if not self._in_flight or self._in_flight[0][0] != result.step:
-            due = self._in_flight[0][0] if self._in_flight else "none"
+        if not self._in_flight or self._in_flight[0].step != result.step:
+            due = self._in_flight[0].step if self._in_flight else "none"
             raise ProtocolError(f"a worker answered step {result.step}; the step due is {due}")
-        step, rows = self._in_flight.popleft()
+        in_flight = self._in_flight.popleft()
+        step, rows = in_flight.step, in_flight.sampling
         if len(rows) != len(result.tokens):
             raise ProtocolError(f"step {step} has {len(rows)} sampling rows; the worker answered {len(result.tokens)}")
         outcome = Outcome(step, logprobs=result.logprobs)
+        for row, found in result.prompt_logprobs:
+            outcome.score(in_flight.scoring.get(row), found)
         failed = frozenset(result.failed.tolist())
         now = self._clock()
         for row, (sequence, token) in enumerate(zip(rows, result.tokens.tolist(), strict=True)):
@@ -199,14 +184,18 @@ class Scheduler:
             tokens.append(token)
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
+                outcome.started.append(sequence)
             if token in sequence.stop_ids:
                 self.release(sequence, End("stop", stop_id=token))
                 outcome.ended.append(sequence)
             elif len(tokens) == sequence.limit:
                 self.release(sequence, End("length"))
                 outcome.ended.append(sequence)
+            elif sequence.awaits_mask:
+                outcome.constrained.append((sequence, token))
         self.counters.output_tokens += len(outcome.tokens)
         self.counters.last_step_s = result.seconds
+        self.counters.busy_s += result.seconds
         self._collected = step
         while self._retiring and self._retiring[0].last_step <= step:
             self._give_back(self._retiring.popleft())
@@ -214,7 +203,7 @@ class Scheduler:
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
+    def _schedule_decodes(self, draft: Draft) -> None:
         # The hot loop: every line runs once a row a step. Over a copy, since growing may preempt from the tail.
         step, running = draft.step, State.RUNNING
         slots, sampling = draft.slots, draft.sampling
@@ -224,67 +213,83 @@ class Scheduler:
                 fed != sequence.total
                 or fed >= sequence.limit
                 or sequence.prefill is not None
+                or sequence.awaits_mask
                 or sequence.state is not running
             ):
-                continue  # all its tokens are sampled or in flight, or it was preempted just now, or it prefills
+                continue  # all its tokens are sampled or in flight, or it is not free to sample, or not here any more
             if fed > sequence.capacity and not self._grow(sequence, draft):
                 continue
             sequence.scheduled = fed
             sequence.total = fed + 1
             sequence.last_step = step
             slots.append(sequence.slot)
-            sampling.append(sequence)
+            if sequence.mask is None:
+                sampling.append(sequence)
+            else:
+                draft.sample(sequence)
         draft.counts = [1] * len(slots)
         draft.samples = [1] * len(slots)
         draft.budget -= len(slots)
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
+    def _schedule_prefills(self, draft: Draft) -> None:
         for sequence in self.running:
             if draft.budget == 0:
                 return
             if sequence.is_prefilling:
                 self._feed(sequence, draft)
 
-    def _admit(self, draft: _Draft) -> None:
-        while self.waiting and draft.budget > 0:
-            sequence = self.waiting[0]
-            if not self._free_slots:
-                self._make_room(sequence, blocks=0)
+    def _admit(self, draft: Draft) -> None:
+        while draft.budget > 0:
+            sequence = next((waiting for waiting in self.waiting if not waiting.awaits_mask), None)
+            if sequence is None:
                 return
             if self._blocked == (sequence.id, self._changes):
                 return  # nothing has come back or been published since it last did not fit
-            tokens = sequence.known()
-            allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt)
-            if allocation is None:
-                self._make_room(sequence, blocks=-(-len(tokens) // self.kv.page_size))
-                self._blocked = (sequence.id, self._changes)
+            if self._enter(sequence, draft):
+                self._feed(sequence, draft)
+                continue
+            changes = self._changes
+            self._make_room(sequence)
+            if self._changes == changes:  # else a victim that no step in flight names came back at once: try again
+                self._blocked = (sequence.id, changes)
                 return
-            del self.waiting[0]
-            insort(self.running, sequence, key=by_order)
-            sequence.state = State.RUNNING
-            sequence.slot = self._free_slots.pop()
-            sequence.scheduled = allocation.cached_tokens
-            sequence.capacity = len(allocation.blocks) * self.kv.page_size
-            if sequence.admitted_at is None:
-                sequence.admitted_at = self._clock()
-                sequence.cached_tokens = allocation.cached_tokens
-            draft.opens.append(
-                SlotOpen(
-                    slot=sequence.slot,
-                    tokens=tokens,
-                    prompt_len=sequence.prompt_len,
-                    computed=allocation.cached_tokens,
-                    blocks=i32(allocation.blocks),
-                    sampling=sequence.sampling,
-                )
-            )
-            self._feed(sequence, draft)
 
-    def _feed(self, sequence: Sequence, draft: _Draft) -> None:
+    def _enter(self, sequence: Sequence, draft: Draft) -> bool:
+        """Give a waiting sequence a slot and blocks, or nothing and False."""
+        if not self._free_slots:
+            return False
+        tokens, reuse = sequence.known(), sequence.scored == sequence.prompt_len
+        allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt, reuse=reuse)
+        if allocation is None:
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=by_order)
+        sequence.state = State.RUNNING
+        sequence.slot = self._free_slots.pop()
+        sequence.scheduled = allocation.cached_tokens
+        sequence.capacity = len(allocation.blocks) * self.kv.page_size
+        if sequence.admitted_at is None:
+            sequence.admitted_at = self._clock()
+            sequence.cached_tokens = allocation.cached_tokens
+        draft.opens.append(
+            SlotOpen(
+                slot=sequence.slot,
+                tokens=tokens,
+                prompt_len=sequence.prompt_len,
+                computed=allocation.cached_tokens,
+                blocks=i32(allocation.blocks),
+                sampling=sequence.sampling,
+            )
+        )
+        return True
+
+    def _feed(self, sequence: Sequence, draft: Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
         tokens = sequence.known()
         count = min(draft.budget, sequence.total - sequence.scheduled)
         draft.budget -= count
+        if sequence.scored < sequence.prompt_len and sequence.scheduled < sequence.prompt_len - 1:
+            draft.scoring[len(draft.slots)] = sequence
         sequence.scheduled += count
         sequence.last_step = draft.step
         draft.slots.append(sequence.slot)
@@ -295,11 +300,11 @@ class Scheduler:
             draft.samples.append(0)
             return
         draft.samples.append(1)
-        draft.sampling.append(sequence)
+        draft.sample(sequence)
         sequence.total += 1
         sequence.prefill = None
 
-    def _grow(self, sequence: Sequence, draft: _Draft) -> bool:
+    def _grow(self, sequence: Sequence, draft: Draft) -> bool:
         """One more block for a decode, by preemption if need be. False: it sits this step out."""
         while (blocks := self.kv.extend(sequence.id)) is None:
             if self._retiring:
@@ -313,8 +318,9 @@ class Scheduler:
         sequence.capacity += self.kv.page_size
         return True
 
-    def _make_room(self, sequence: Sequence, blocks: int) -> None:
-        """Preempt sequences of a lower class for the head of the queue: one slot, and `blocks` blocks at most."""
+    def _make_room(self, sequence: Sequence) -> None:
+        """Preempt sequences of a lower class for the head of the queue: one slot, and as many blocks as it can need."""
+        blocks = -(-sequence.total // self.kv.page_size) if self._free_slots else 0
         coming = self.kv.available + sum(s.capacity // self.kv.page_size for s in self._retiring)
         slots = len(self._free_slots) + len(self._retiring)
         while (slots < 1 or coming < blocks) and self.running and self.running[-1].order[0] > sequence.order[0]:

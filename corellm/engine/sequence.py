@@ -15,12 +15,15 @@ Token counts, all from the first token of the prompt:
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import I32, Request, Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Order = tuple[int, int]
 
@@ -33,36 +36,42 @@ class State(enum.Enum):
 
 
 class End(NamedTuple):
-    """Why a sequence finished. `stop_id` is the token that ended it, `code` and `message` those of an error."""
+    """Why a sequence finished. `stop_id` is the token that ended it; `code`, `message` and `param` are an error's."""
 
     reason: str  # stop, length, abort, error
     stop_id: int | None = None
     code: str = ""
     message: str = ""
+    param: str = ""
 
 
 class Sequence:
-    """State of one request. The scheduler alone changes it."""
+    """State of one request. The scheduler alone changes it, but for `grammar`, which belongs to `Constraints`."""
 
     __slots__ = (
         "admitted_at",
         "arrived_at",
+        "awaits_mask",
         "cache_salt",
         "cached_tokens",
         "capacity",
         "client",
+        "constraint",
         "end",
         "ended_at",
         "first_token_at",
+        "grammar",
         "id",
         "last_step",
         "limit",
+        "mask",
         "order",
         "preemptions",
         "prefill",
         "prompt_len",
         "sampling",
         "scheduled",
+        "scored",
         "slot",
         "state",
         "stop_ids",
@@ -77,6 +86,7 @@ class Sequence:
         self.tag = request.tag
         self.sampling: Sampling = request.sampling
         self.cache_salt = request.cache_salt
+        self.constraint = request.constraint
         self.stop_ids = frozenset(request.sampling.stop_ids)
         self.order: Order = (request.priority, id)  # priority class, then arrival: ids only grow
         self.prompt_len = len(request.prompt)
@@ -90,6 +100,13 @@ class Sequence:
         self.capacity = 0  # tokens that its blocks can hold
         self.last_step = -1  # the last step that names it
         self.prefill: I32 | None = None  # its known tokens, until all of them are fed
+
+        # Of a constrained sequence: which tokens may come next. It samples only while this is known.
+        self.mask: I32 | None = None
+        self.awaits_mask = request.constraint is not None
+        self.grammar: LLMatcher | None = None  # has taken in the tokens so far
+        # Leading prompt tokens whose log-probability is known, or was not asked for. The first never has one.
+        self.scored = self.prompt_len if request.sampling.prompt_logprobs is None else 1
 
         self.cached_tokens = 0
         self.preemptions = 0

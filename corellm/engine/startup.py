@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,9 @@ from corellm.comms.messages import EngineInfo, Goodbye, Hello, Progress, Ready
 from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Launch, Settings, write_settings
 from corellm.engine.admission import Limits
+from corellm.engine.constraints import Constraints
 from corellm.engine.front_ends import FrontEnds
+from corellm.engine.grammar import load_vocabulary
 from corellm.engine.kv_cache import make_allocator
 from corellm.engine.resolve import resolve
 from corellm.engine.scheduler import Scheduler
@@ -32,6 +35,7 @@ class Started:
 
     info: EngineInfo
     scheduler: Scheduler
+    constraints: Constraints
 
 
 class Startup:
@@ -48,6 +52,9 @@ class Startup:
         self._spec: LlamaSpec = checkpoint.spec
         self._settings: Settings = resolve(launch, checkpoint)
         write_settings(folder, self._settings)
+        # Loads while the workers do: it holds the interpreter's lock for long, which would delay running requests.
+        load = partial(load_vocabulary, checkpoint.path, self._spec.vocab, checkpoint.eos_ids)
+        self._constraints = Constraints(load, self._spec.vocab)
         self.workers = Workers(self._settings, folder)
 
     def run(self) -> Started:
@@ -75,7 +82,7 @@ class Startup:
         info = self._describe(scheduler)
         self._folder.registration.write_bytes(msgspec.json.encode(info))
         self._front_ends.broadcast(Ready(info=info))
-        return Started(info, scheduler)
+        return Started(info, scheduler, self._constraints)
 
     def _greet(self) -> None:
         for client, message in self._front_ends.receive():

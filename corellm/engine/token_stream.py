@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from corellm.comms.messages import Finish, Logprobs
+from corellm.comms.messages import Finish, Logprobs, PromptLogprobs
 from corellm.errors import CoreLLMError, ProtocolError, RequestAbortedError, from_code
 
 if TYPE_CHECKING:
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Tokens that came together, in order, with their log-probabilities if asked for. `finish` ends the request."""
+    """Tokens that came together, in order, with their log-probabilities if asked for. `finish` ends the request.
+
+    Log-probabilities of the prompt all come with or before the first token.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     finish: Finish | None = None
 
 
@@ -44,6 +48,9 @@ class TokenStream:
 
     def push_logprobs(self, logprobs: Logprobs) -> None:
         self._batch.logprobs.append(logprobs)
+
+    def push_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        self._batch.prompt_logprobs.append(found)
 
     def finish(self, finish: Finish) -> None:
         if finish.reason == "error":

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from corellm.errors import InvalidRequestError
-from corellm.openai_api import kinds
+from corellm.openai_api import kinds, tools
 from corellm.openai_api.kinds import MAX_INT32, Kind, shown
 from corellm.sampling_params import MAX_LOGPROBS
 
@@ -57,6 +57,12 @@ FIELDS = (
     Field("logprobs", kinds.boolean, Use.REQUEST, _CHAT),
     Field("logprobs", kinds.integer(0, MAX_LOGPROBS), Use.REQUEST, _COMPLETIONS),
     Field("top_logprobs", kinds.integer(0, MAX_LOGPROBS), Use.REQUEST, _CHAT),
+    Field("prompt_logprobs", kinds.integer(0, MAX_LOGPROBS), Use.REQUEST),
+    Field("echo", kinds.boolean, Use.REQUEST, _COMPLETIONS),
+    Field("response_format", kinds.response_format, Use.REQUEST),
+    Field("tools", tools.tools, Use.REQUEST, _CHAT),
+    Field("tool_choice", tools.tool_choice, Use.REQUEST, _CHAT),
+    Field("parallel_tool_calls", kinds.boolean, Use.REQUEST, _CHAT),
     Field("add_generation_prompt", kinds.boolean, Use.REQUEST, _CHAT),
     Field("continue_final_message", kinds.boolean, Use.REQUEST, _CHAT),
     Field("priority", kinds.integer(0, MAX_PRIORITY), Use.REQUEST),
@@ -85,12 +91,8 @@ FIELDS = (
     Field("prompt_cache_options", kinds.anything, Use.NONE),
     Field("prompt_cache_retention", kinds.anything, Use.NONE),
     # They would change the answer: refused unless they ask for nothing.
-    Field("tools", kinds.unsupported([]), Use.NONE, _CHAT),
-    Field("tool_choice", kinds.unsupported("none"), Use.NONE, _CHAT),
-    Field("parallel_tool_calls", kinds.unsupported(), Use.NONE, _CHAT),
     Field("functions", kinds.unsupported([]), Use.NONE, _CHAT),
     Field("function_call", kinds.unsupported("none"), Use.NONE, _CHAT),
-    Field("response_format", kinds.unsupported({"type": "text"}), Use.NONE),
     Field("modalities", kinds.unsupported(["text"]), Use.NONE, _CHAT),
     Field("audio", kinds.unsupported(), Use.NONE, _CHAT),
     Field("prediction", kinds.unsupported(), Use.NONE, _CHAT),
@@ -98,8 +100,6 @@ FIELDS = (
     Field("reasoning_effort", kinds.unsupported("none"), Use.NONE, _CHAT),
     Field("verbosity", kinds.unsupported(), Use.NONE, _CHAT),
     Field("web_search_options", kinds.unsupported(), Use.NONE, _CHAT),
-    Field("prompt_logprobs", kinds.unsupported(), Use.NONE),
-    Field("echo", kinds.unsupported(False), Use.NONE),
     Field("suffix", kinds.unsupported(""), Use.NONE, _COMPLETIONS),
 )
 

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from corellm.errors import InvalidRequestError
-from corellm.sampling_params import MAX_STOP_STRINGS
+from corellm.sampling_params import MAX_STOP_STRINGS, JsonConstraint
 
 Kind = Callable[[str, Any], Any]
 
 MAX_INT32 = 2**31 - 1
+MAX_SCHEMA_DEPTH = 100  # llguidance reads no more than 128
 MAX_SHOWN = 80  # characters of a refused value in a message
 MAX_SHOWN_BITS = 256  # of an integer: Python refuses to print huge ones
 
@@ -137,6 +138,39 @@ def conversation(name: str, value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             refuse(f"{name}[{index}]", message, 'an object such as {"role": "user", "content": "…"}')
     return value
+
+
+def response_format(name: str, value: Any) -> JsonConstraint | None:
+    """None for text; else what the answer is held to."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JsonConstraint('{"type": "object"}', param=name)
+    if kind != "json_schema":
+        refuse(f"{name}.type" if isinstance(value, dict) else name, kind or value, "text, json_object or json_schema")
+    wanted = value.get("json_schema")
+    schema = wanted.get("schema") if isinstance(wanted, dict) else None
+    if not isinstance(schema, dict):
+        refuse(f"{name}.json_schema.schema", schema, "a JSON schema, which is an object")
+    strict = wanted.get("strict")
+    if strict is not None:
+        boolean(f"{name}.json_schema.strict", strict)
+    check_depth(name, schema)
+    return JsonConstraint(json.dumps(schema), lenient=not strict, param=name)
+
+
+def check_depth(name: str, schema: Any) -> None:
+    """Refuse a JSON value that is nested deeper than any schema that can be used."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequestError(f"{name} is nested more than {MAX_SCHEMA_DEPTH} deep; make it flatter", name)
+        inner = [
+            entry.values() if isinstance(entry, dict) else entry for entry in level if isinstance(entry, dict | list)
+        ]
+        level = [entry for entries in inner for entry in entries]
 
 
 def stream_options(name: str, value: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from corellm.errors import InvalidRequestError
 from corellm.openai_api.fields import TABLES, Endpoint, Use, read_fields
+from corellm.openai_api.tools import ToolUse, tool_use
 from corellm.sampling_params import SamplingParams
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat fills the context
@@ -25,8 +26,11 @@ class Generation:
     model: str | None = None
     n: int = 1  # choices for each prompt
     stream: bool = False
+    include_usage: bool = False  # of stream_options: a last chunk with the token counts
+    continuous_usage: bool = False  # of stream_options: the counts so far in every chunk
     priority: int | None = None
     cache_salt: str = ""
+    prompt_logprobs: int | None = None  # shown as a field of their own; `params` may ask for more, to echo them
 
     def choice_params(self, choice: int) -> SamplingParams:
         """The parameters of one of the n choices: a given seed counts up, or else all n would be the same text."""
@@ -41,6 +45,7 @@ class ChatRequest:
     """A conversation to continue. The messages are OpenAI's objects, unchecked: the prompt format knows its roles."""
 
     messages: list[dict[str, Any]]
+    tools: ToolUse | None = None  # None: none that may be called
     generation: Generation
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -52,6 +57,7 @@ class CompletionRequest:
 
     prompts: tuple[str | tuple[int, ...], ...]
     generation: Generation
+    echo: bool = False  # the answer begins with the prompt
 
 
 def parse_request(
@@ -92,9 +98,17 @@ def _chat(values: dict[str, Any]) -> ChatRequest:
             "continue_final_message and add_generation_prompt are both true; set one of them to false",
             "continue_final_message",
         )
+    tools = tool_use(values)
+    limits = SamplingParams(
+        logprobs=(top or 0) if wanted else None,
+        prompt_logprobs=values.get("prompt_logprobs"),
+        constraint=tools.constraint(values.get("response_format")) if tools else values.get("response_format"),
+        skip_special_tokens=tools is None,  # one of them marks calls
+    )
     return ChatRequest(
         messages=values["messages"],
-        generation=_generation(values, Endpoint.CHAT, logprobs=(top or 0) if wanted else None),
+        tools=tools,
+        generation=_generation(values, Endpoint.CHAT, limits),
         add_generation_prompt=add_prompt,
         continue_final_message=open_ended,
     )
@@ -104,17 +118,24 @@ def _completion(values: dict[str, Any]) -> CompletionRequest:
     if "prompt" not in values:
         raise InvalidRequestError("prompt is missing; give a string, token ids, or a list of either", "prompt")
     prompts = values["prompt"]
-    generation = _generation(values, Endpoint.COMPLETIONS, logprobs=values.get("logprobs"))
+    echo, logprobs = values.get("echo", False), values.get("logprobs")
+    limits = SamplingParams(
+        logprobs=logprobs,
+        prompt_logprobs=_most(values.get("prompt_logprobs"), logprobs if echo else None),
+        constraint=values.get("response_format"),
+    )
+    generation = _generation(values, Endpoint.COMPLETIONS, limits)
     if len(prompts) * generation.n > MAX_ANSWERS:
         raise InvalidRequestError(
             f"prompt holds {len(prompts)} prompts and n is {generation.n}, {len(prompts) * generation.n} answers "
             f"together; a request may have {MAX_ANSWERS}: split it",
             "prompt",
         )
-    return CompletionRequest(prompts=prompts, generation=generation)
+    return CompletionRequest(prompts=prompts, generation=generation, echo=echo)
 
 
-def _generation(values: dict[str, Any], endpoint: Endpoint, logprobs: int | None) -> Generation:
+def _generation(values: dict[str, Any], endpoint: Endpoint, params: SamplingParams) -> Generation:
+    """`params` holds what the endpoints have differently."""
     table = TABLES[endpoint]
     sampling = {name: value for name, value in values.items() if table[name].use is Use.SAMPLING}
     n = values.get("n", 1)
@@ -125,14 +146,26 @@ def _generation(values: dict[str, Any], endpoint: Endpoint, logprobs: int | None
     stream = values.get("stream", False)
     if values.get("stream_options") and not stream:
         raise InvalidRequestError("stream_options is given, but stream is not true; set stream too", "stream_options")
+    if stream and "prompt_logprobs" in values:
+        raise InvalidRequestError(
+            "prompt_logprobs is given and stream is true; only a whole answer has a place for them", "prompt_logprobs"
+        )
+    options = values.get("stream_options", {})
     return Generation(
-        params=SamplingParams(max_tokens=_max_tokens(values, endpoint), logprobs=logprobs, **sampling),
+        params=replace(params, max_tokens=_max_tokens(values, endpoint), **sampling),
         model=values.get("model"),
         n=n,
         stream=stream,
+        include_usage=options.get("include_usage") or False,
+        continuous_usage=options.get("continuous_usage_stats") or False,
         priority=values.get("priority"),
         cache_salt=values.get("cache_salt", ""),
+        prompt_logprobs=values.get("prompt_logprobs"),
     )
+
+
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _max_tokens(values: dict[str, Any], endpoint: Endpoint) -> int | None:

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from corellm.errors import CheckpointError, InvalidRequestError
 from corellm.text.chat_messages import DEFAULT_DATE, ChatMessage, check_continuation, parse_messages, parse_tools
 from corellm.text.tokenizer import Tokenizer
+from corellm.text.tool_prompt import call_text, describe_functions
 
 # What a template's own code can raise on a conversation that it was not written for.
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -22,6 +24,8 @@ _RENDER_ERRORS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticE
 
 class JinjaTemplate:
     """Prompts by `tokenizer.chat_template`, with the globals and filters that such templates expect.
+
+    A template that says nothing of tools gets them in words, in the text of the messages.
 
     The rendered text is encoded with special tokens on, because the template spells its own. A control token that a
     message, tool or date spells out must stay text, so a seam is set behind its first character before rendering, and
@@ -33,6 +37,7 @@ class JinjaTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises `CheckpointError` when the template is not valid Jinja. It may be missing until `encode`."""
         self._tokenizer = tokenizer
+        self._knows_tools = "tool" in (tokenizer.chat_template or "")
         self._spelling = _spelling_pattern(tokenizer.added_tokens)
         try:
             self._template = (
@@ -55,6 +60,12 @@ class JinjaTemplate:
         Raises `InvalidRequestError` when there is no template, or when it refuses the conversation.
         """
         parsed, definitions = parse_messages(messages), parse_tools(tools)
+        if built_in := [tool["type"] for tool in definitions if "function" not in tool]:
+            raise InvalidRequestError(
+                f"tools holds the built-in {built_in[0]}, which this model does not know; declare functions", "tools"
+            )
+        if not self._knows_tools:
+            parsed, definitions = _in_words(parsed, definitions), []
         # Private-use characters survive every filter, and 64 random bits keep a message from guessing the seam.
         seam = f"\ue000{secrets.token_hex(8)}\ue001"
         conversation = [
@@ -103,10 +114,18 @@ class JinjaTemplate:
         return value
 
 
+def _in_words(conversation: list[ChatMessage], functions: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """For a template without a place for tools: their descriptions and their calls as text of the messages."""
+    return [
+        replace(message, parts=(*message.parts, *map(call_text, message.tool_calls)), tool_calls=())
+        for message in describe_functions(conversation, functions)
+    ]
+
+
 def _template_message(raw: Mapping[str, Any], message: ChatMessage) -> dict[str, Any]:
     """A message as templates read it: content is one string, arguments are objects, other fields plain values."""
     fields: dict[str, Any] = {name: value for name, value in raw.items() if isinstance(value, str | int | float)}
-    fields["content"] = message.text
+    fields["role"], fields["content"] = message.role, message.text
     if message.tool_calls:
         fields["tool_calls"] = [
             {

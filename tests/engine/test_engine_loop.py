@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -224,6 +225,7 @@ def test_nan_of_a_request_that_has_ended_does_not_stay_in_the_cache(engine: Engi
         Sampling(max_tokens=3, top_p=0.0),
         Sampling(max_tokens=3, repetition_penalty=0.0),
         Sampling(max_tokens=3, logprobs=21),
+        Sampling(max_tokens=3, prompt_logprobs=-1),
         Sampling(max_tokens=3, bias_ids=(1, 2), bias_values=(1.0,)),
         Sampling(max_tokens=3, bias_ids=(1000,), bias_values=(1.0,)),
         Sampling(max_tokens=3, stop_ids=(-1,)),
@@ -257,7 +259,7 @@ def test_a_report_that_raises_ends_the_connection(engine: EngineThread) -> None:
 
     async def work() -> None:
         client = await EngineClient.connect(engine.folder, report)
-        engine.front_ends.broadcast(Progress(stage="warm up"))
+        engine.broadcast(Progress(stage="warm up"))
         stream = client.submit([1], Sampling(max_tokens=240))
         with pytest.raises(EngineDeadError, match="broken display"):
             await tokens(stream)
@@ -266,14 +268,30 @@ def test_a_report_that_raises_ends_the_connection(engine: EngineThread) -> None:
     asyncio.run(work())
 
 
-def test_no_engine_behind_a_folder_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_answer_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "SILENCE_S", 0.5)
+    lock = RunFolder(tmp_path).lock()
 
     async def work() -> None:
         with pytest.raises(EngineTimeoutError, match="silent"):
             await EngineClient.connect(RunFolder(tmp_path), lambda _: None)
 
     asyncio.run(asyncio.wait_for(work(), 10))
+    os.close(lock)
+
+
+def test_an_engine_that_is_gone_is_said_at_once(tmp_path: Path) -> None:
+    """No lock on the folder: nobody lives there. What it said last is the reason."""
+    folder = RunFolder(tmp_path)
+
+    async def reason() -> str:
+        with pytest.raises(EngineDeadError) as caught:
+            await EngineClient.connect(folder, lambda _: None)
+        return caught.value.message
+
+    assert asyncio.run(asyncio.wait_for(reason(), 2)) == "the engine was killed"
+    folder.write_last_words("engine_dead", "worker 0 exited with code 3")
+    assert asyncio.run(asyncio.wait_for(reason(), 2)) == "worker 0 exited with code 3"
 
 
 def test_the_second_asker_takes_the_prefix_from_the_cache(engine: EngineThread) -> None:

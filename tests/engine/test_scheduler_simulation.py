@@ -12,13 +12,24 @@ from collections import Counter
 import pytest
 
 from corellm.comms.codec import i32
-from corellm.comms.messages import Request, Sampling, StepPlan, StepResult
+from corellm.comms.messages import PromptLogprobs, Request, Sampling, StepPlan, StepResult
 from corellm.engine.admission import Limits
 from corellm.engine.kv_cache import make_allocator
 from corellm.engine.scheduler import Scheduler
 from corellm.engine.sequence import End, Sequence, State
 from corellm.errors import InvalidRequestError, PromptTooLongError
-from tests.support.simulated_worker import VOCAB, SimulatedWorker, Slot, unlimited_run
+from corellm.sampling_params import JsonConstraint
+from tests.support.simulated_worker import (
+    VOCAB,
+    SimulatedWorker,
+    Slot,
+    chain,
+    grammar,
+    is_constrained,
+    score,
+    start,
+    unlimited_run,
+)
 
 SEEDS = 6000
 CHUNKS = 12
@@ -34,6 +45,9 @@ MUST_HAPPEN = (
     "error",
     "aborted while waiting",
     "aborted while running",
+    "constrained and preempted",
+    "masks that others did not wait for",
+    "scored and preempted",
 )
 MOST_EVENTS = 3000  # a world that needs more is stuck
 
@@ -58,24 +72,31 @@ class World:
         self.documents = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(2)]
         self.sequences: list[Sequence] = []
         self.received: dict[int, list[int]] = {}
+        self.scores: dict[int, list[float]] = {}
+        self.verdicts: list[Sequence] = []  # constrained ones whose next mask is being worked out
         self.ends: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
 
     def run(self) -> Counter[str]:
         """Requests come for a while, then everything must come to its end."""
-        arrivals = self.rng.randint(3, 14)
+        rng = self.rng
+        arrivals = rng.randint(3, 14)
         for _ in range(MOST_EVENTS):
             self.now += 1.0
-            choice = self.rng.random()
+            choice = rng.random()
             if choice < 0.01 and self.sequences:
-                self.abort(self.rng.choice(self.sequences))
+                self.abort(rng.choice(self.sequences))
             elif choice < 0.25 and arrivals:
                 arrivals -= 1
                 self.submit(self.random_request())
             elif choice < 0.6 and len(self.results) < self.depth:
                 self.schedule()
+            elif choice < 0.75 and self.verdicts:
+                self.allow(self.verdicts.pop(rng.randrange(len(self.verdicts))))
             elif self.results:
                 self.collect()
+            elif self.verdicts:
+                self.allow(self.verdicts.pop())
             elif not arrivals and len(self.ends) == len(self.sequences):
                 break
             self.check()
@@ -98,11 +119,15 @@ class World:
             seed=salt,
             stop_ids=(STOP,) if rng.random() < 0.4 else (),
             top_k=rng.randint(1, 6) if rng.random() < 0.1 else 0,
+            min_p=0.5 if rng.random() < 0.3 else 0.0,
+            prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
         )
+        constraint = JsonConstraint("{}") if is_constrained(sampling) else None
         priority, tag = rng.choice([0, 1]), len(self.sequences)
         return Request(
-            tag=tag, prompt=i32(prompt), sampling=sampling, priority=priority, cache_salt="tenant" if salt else ""
-        )
+            tag=tag, prompt=i32(prompt), sampling=sampling, priority=priority, cache_salt="tenant" if salt else "",
+            constraint=constraint,
+        )  # fmt: skip
 
     def submit(self, request: Request) -> None:
         sequence = Sequence(len(self.sequences) + 1, b"client", request, self.now)
@@ -117,6 +142,17 @@ class World:
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         self.received[sequence.id] = []
+        self.scores[sequence.id] = []
+        if sequence.constraint is not None:
+            self.verdicts.append(sequence)
+
+    def allow(self, sequence: Sequence) -> None:
+        """The grammar has caught up with the sequence, which may have ended or been preempted meanwhile."""
+        value = start(sequence.sampling)
+        for token in sequence.tokens:
+            value = chain(value, token)
+        if sequence.state is not State.FINISHED:
+            self.scheduler.allow(sequence, grammar(value))
 
     def abort(self, sequence: Sequence) -> None:
         state = sequence.state
@@ -129,14 +165,20 @@ class World:
 
     def schedule(self) -> None:
         running, slots = self.scheduler.running.copy(), self.slots_by_sequence()
-        retiring, first = self.retiring(), self.scheduler.waiting[0].order[0] if self.scheduler.waiting else None
+        retiring, queue = self.retiring(), self.queue()
+        first, free = queue[0].order[0] if queue else None, {s.id for s in running if not s.awaits_mask}
         plan = self.scheduler.schedule()
         if plan is None:
             pending = self.scheduler.running or self.scheduler.waiting
-            assert self.results or not pending, "nothing is in flight and nothing is planned for what is open"
+            assert self.results or self.verdicts or not pending, (
+                "nothing is in flight and nothing is planned for what is open"
+            )
             return
-        left = self.check_order(plan, running, slots)
-        grows = any(slot.can_decode and self.needs_block(slot) for slot in slots.values())
+        left = self.check_order(plan, running, slots, free)
+        grows = any(slot.can_decode and key in free and self.needs_block(slot) for key, slot in slots.items())
+        self.counts["masks that others did not wait for"] += bool(self.verdicts)
+        self.counts["constrained and preempted"] += sum(s.constraint is not None for s in left)
+        self.counts["scored and preempted"] += sum(s.scored < s.prompt_len for s in left)
         if retiring or not grows:
             assert all(first is not None and first < s.order[0] for s in left), "a preemption that nothing asked for"
         self.results.append(self.worker.run(plan))
@@ -148,6 +190,11 @@ class World:
             assert sequence.id not in self.ends, "a token after the end"
             assert index == len(self.received[sequence.id]), "tokens are numbered without gap or repetition"
             self.received[sequence.id].append(token)
+        followed = [(s, s.tokens[-1]) for s in outcome.sequences if s.constraint is not None and s not in outcome.ended]
+        assert outcome.constrained == followed
+        self.verdicts += [sequence for sequence, _ in followed]
+        for sequence, found in outcome.prompt_logprobs:
+            self.take_scores(sequence, found)
         for sequence in outcome.ended:
             assert sequence.id not in self.ends, "a second end"
             assert sequence.end is not None
@@ -155,6 +202,19 @@ class World:
             self.counts[sequence.end.reason] += 1
             if sequence.end.reason == "error":
                 self.worker.distrust(slots[sequence])
+
+    def take_scores(self, sequence: Sequence, found: PromptLogprobs) -> None:
+        scores = self.scores[sequence.id]
+        assert sequence.id not in self.ends or self.ends[sequence.id] != "abort", "scores after the end"
+        assert found.first == 1 + len(scores), "scores come in order of position, none twice"
+        scores += found.logprobs.tolist()
+        again = [value for value in found.logprobs.tolist() for _ in range(found.k)]
+        assert found.ranks.tolist() == found.logprobs.tolist()
+        assert found.top_ids.tolist() == found.top_logprobs.tolist() == again
+
+    def queue(self) -> list[Sequence]:
+        """Those that wait to enter; who awaits a mask does not stand in line yet."""
+        return [sequence for sequence in self.scheduler.waiting if not sequence.awaits_mask]
 
     def slots_by_sequence(self) -> dict[int, Slot]:
         return {s.id: self.worker.slots[s.slot] for s in self.scheduler.running}
@@ -166,18 +226,23 @@ class World:
         """Blocks are on their way back, behind a fence."""
         return any(s.slot >= 0 and s.state is not State.RUNNING for s in self.sequences)
 
-    def check_order(self, plan: StepPlan, before: list[Sequence], slots: dict[int, Slot]) -> list[Sequence]:
-        """Who got a row and who was passed over; returns who had to leave. `before` and `slots` predate the plan."""
+    def check_order(
+        self, plan: StepPlan, before: list[Sequence], slots: dict[int, Slot], free: set[int]
+    ) -> list[Sequence]:
+        """Who got a row and who was passed over; returns who had to leave.
+
+        `before`, `slots` and `free` (to sample) are as they were before the plan.
+        """
         rows = dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
         opened = {opening.slot for opening in plan.opens}
         stayed = [s for s in before if s.state is State.RUNNING and s.slot not in opened]
         left = [s for s in before if s not in stayed]  # some may have entered again at once
         assert all(s.order < gone.order for s in stayed for gone in left), "an older or more urgent one was preempted"
         entered = [s for s in self.scheduler.running if s.slot in opened]
-        assert all(s.order < w.order for s in entered for w in self.scheduler.waiting), "the queue was jumped"
+        assert all(s.order < w.order for s in entered for w in self.queue()), "the queue was jumped"
 
         number = {s.slot: s for s in self.scheduler.running}
-        decoding = [s for s in stayed if slots[s.id].can_decode]
+        decoding = [s for s in stayed if slots[s.id].can_decode and s.id in free]
         prefilling = [s for s in stayed if slots[s.id].prefills]
         spent = sum(rows.values())
         for sequence in decoding:
@@ -193,22 +258,23 @@ class World:
             orders = [s.order for s, its in zip(order, groups, strict=True) if its == group]
             assert orders == sorted(orders), "more urgent and older ones go first"
         if not self.results:
-            self.check_progress(rows, before, decoding)
+            self.check_progress(rows, [s for s in before if s.id in free], decoding)
         if spent < self.limits.max_batch_tokens and not left:
             self.check_classes()
         return left
 
     def check_progress(self, rows: dict[int, int], before: list[Sequence], decoding: list[Sequence]) -> None:
-        """With nothing in flight, no fence is left to wait for: the oldest must advance now."""
+        """With nothing in flight, no fence is left to wait for: the oldest must advance now, or a more urgent one."""
         if not before:
             return
         oldest = before[0]
         crowded = oldest not in decoding and len(decoding) >= self.limits.max_batch_tokens
-        assert oldest.slot in rows or crowded, "the oldest does not progress"
+        overtaken = any(s.order < oldest.order and s.slot in rows for s in self.scheduler.running)
+        assert oldest.slot in rows or crowded or overtaken, "the oldest does not progress"
 
     def check_classes(self) -> None:
         """Interactive requests do not wait for batch ones, unless what they need is on its way behind a fence."""
-        waiting, running = self.scheduler.waiting, self.scheduler.running
+        waiting, running = self.queue(), self.scheduler.running
         if waiting and running and not self.retiring():
             assert waiting[0].order[0] >= running[-1].order[0], "a batch request keeps an interactive one waiting"
 
@@ -241,9 +307,19 @@ class World:
             assert outputs == expected[: len(outputs)]
         else:
             assert (outputs, self.ends[sequence.id]) == (expected, reason)
+        self.check_scores(sequence, prompt, whole=bool(outputs))
         times = [sequence.arrived_at, sequence.admitted_at, sequence.first_token_at, sequence.ended_at]
         known = [time for time in times if time is not None]
         assert known == sorted(known)
+
+    def check_scores(self, sequence: Sequence, prompt: list[int], *, whole: bool) -> None:
+        value, scores = start(sequence.sampling), []
+        for token in prompt:
+            value = chain(value, token)
+            scores.append(score(value))
+        expected = scores[1:] if sequence.sampling.prompt_logprobs is not None else []
+        found = self.scores[sequence.id]
+        assert found == (expected if whole else expected[: len(found)])
 
     def check_all_slots_are_free(self) -> None:
         wave = min(self.limits.max_seqs, self.limits.max_batch_tokens, self.kv.num_blocks)

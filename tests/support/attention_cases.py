@@ -78,9 +78,8 @@ class AttentionCase:
             yield tokens, out
 
     def planned(self, backend: Backend, width: int | None = None) -> PagedAttention:
-        plan = backend.plan_attention(self.rows, self.heads, width)
-        words = torch.from_numpy(plan.words).to(self.q.device)
-        return plan.bind(words, self.block_table, self.k.shape[1])
+        plan = backend.plan_attention(self.rows, self.heads, self.k.shape[1], width)
+        return plan.bind(torch.from_numpy(plan.words).to(self.q.device), self.block_table)
 
     def worst_error(self, backend: Backend) -> float:
         """Largest ‖out - truth‖ / ‖truth‖ over tokens and heads; NaN if any element is NaN."""

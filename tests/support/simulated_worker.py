@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from corellm.comms.codec import i32
-from corellm.comms.messages import Sampling, SlotOpen, StepPlan, StepResult
+from corellm.comms.codec import f32, i32
+from corellm.comms.messages import I32, PromptLogprobs, Sampling, SlotOpen, StepPlan, StepResult
 
 VOCAB = 8
 FAILED = -2
@@ -24,9 +24,30 @@ def start(sampling: Sampling) -> int:
     return hash((sampling.seed, -5))
 
 
+def is_constrained(sampling: Sampling) -> bool:
+    """Constrained requests carry a `min_p` here, since plans do not say which they are."""
+    return sampling.min_p > 0
+
+
+def grammar(value: int) -> I32:
+    """The mask that follows the history `value`: some tokens, never none."""
+    return i32([(value >> 11) % (2**VOCAB - 1) + 1])
+
+
 def sampled(value: int, output: int, sampling: Sampling) -> int:
     """The token that follows the history `value`, a pure function; FAILED where `top_k` says that logits are NaN."""
-    return FAILED if output == sampling.top_k - 1 else (value >> 7) % VOCAB
+    if output == sampling.top_k - 1:
+        return FAILED
+    if not is_constrained(sampling):
+        return (value >> 7) % VOCAB
+    mask = int(grammar(value)[0])
+    allowed = [token for token in range(VOCAB) if mask >> token & 1]
+    return allowed[(value >> 7) % len(allowed)]
+
+
+def score(value: int) -> int:
+    """The log-probability of the last token of the history `value`, and its rank: integers, to be exact in float32."""
+    return -(value % 1009)
 
 
 def unlimited_run(prompt: list[int], sampling: Sampling) -> tuple[list[int], str]:
@@ -105,21 +126,46 @@ class SimulatedWorker:
             known = opened.blocks[: opened.computed // self.page_size].tolist()
             assert not self.distrusted.intersection(known), "a prefix that a failed request computed"
         tokens: list[int] = []
+        masks = dict(zip(plan.mask_rows.tolist(), plan.masks.tolist(), strict=True))
         for number, _, samples in rows:
             slot = self.slots[number]
             self._attend(slot)
             assert samples == (slot.fed == len(slot.tokens)), "a row samples if and only if it feeds the last token"
             if samples:
+                right = int(grammar(slot.kv[-1])[0]) if is_constrained(slot.sampling) else None
+                assert masks.pop(len(tokens), None) == right, "a mask is missing, or of another place or sequence"
                 tokens.append(sampled(slot.kv[-1], slot.outputs, slot.sampling))
                 slot.tokens.append(max(tokens[-1], 0))
+        assert not masks, "a mask for a row that does not sample"
         named = [self.slots[number] for number, _, _ in rows]
         self.in_flight[plan.step] = Named(
             {number for number, _, _ in rows}, {block for slot in named for block in slot.blocks}
         )
         failed = [row for row, token in enumerate(tokens) if token == FAILED]
         return StepResult(
-            step=plan.step, tokens=i32([max(token, 0) for token in tokens]), failed=i32(failed), seconds=0
+            step=plan.step,
+            tokens=i32([max(token, 0) for token in tokens]),
+            failed=i32(failed),
+            seconds=0,
+            prompt_logprobs=[(row, self._scores(*rows[row][:2])) for row in plan.score_rows.tolist()],
         )
+
+    def _scores(self, number: int, count: int) -> PromptLogprobs:
+        """Of the prompt tokens after each of the `count` that were fed last."""
+        slot = self.slots[number]
+        assert slot.sampling.prompt_logprobs is not None, "nobody asked for these scores"
+        first, last = slot.fed - count + 1, min(slot.fed, slot.prompt_len - 1)
+        assert first <= last, "a row without prompt tokens to score"
+        value, scores = start(slot.sampling), []
+        for position, token in enumerate(slot.tokens[: last + 1]):
+            value = chain(value, token)
+            if position >= first:
+                scores.append(score(value))
+        return PromptLogprobs(
+            first=first, logprobs=f32(scores), ranks=i32(scores), k=2,
+            top_ids=i32([token for token in scores for _ in range(2)]),
+            top_logprobs=f32([token for token in scores for _ in range(2)]),
+        )  # fmt: skip
 
     def deliver(self, result: StepResult) -> StepResult:
         del self.in_flight[result.step]

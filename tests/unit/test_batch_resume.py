@@ -125,7 +125,7 @@ MILLION_ROWS = """
 import re, sys
 from pathlib import Path
 from corellm.batch.check import InputCheck
-from corellm.batch.engine_api import ModelLimits
+from corellm.openai_api.prompts import ModelLimits
 from corellm.batch.lines import Source
 from corellm.batch.options import BatchOptions
 from tests.support.fake_text_engine import FakeTextEngine

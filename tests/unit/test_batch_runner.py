@@ -20,7 +20,6 @@ import openai.types.chat
 import pytest
 
 from corellm.batch.check import InputCheck
-from corellm.batch.engine_api import ModelLimits
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.journal import open_journal
 from corellm.batch.lines import Source
@@ -29,6 +28,7 @@ from corellm.batch.progress import Event, RowEnded, SharedId, Stopping, Summary
 from corellm.batch.runner import MAX_UNWRITTEN, BatchRunner
 from corellm.comms.messages import Progress
 from corellm.errors import BatchError, EngineDeadError, InvalidRequestError, NumericalError, OptionError
+from corellm.openai_api.prompts import ModelLimits
 from tests.support.fake_text_engine import FakeTextEngine
 
 Output = list[dict[str, Any]]

@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 import corellm.batch.fingerprint
-import corellm_cli.batch_run
-from corellm import found_model, text_engine
+from corellm import found_model, running_engines, text_engine
 from corellm.comms.messages import Progress
 from corellm.comms.settings import Settings
 from corellm.config import EngineOptions, env_name, flag_name
@@ -57,12 +56,15 @@ class Launched(FakeTextEngine):
 
 
 @pytest.fixture(autouse=True)
-def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _isolated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """No options from the environment, no GPU, a folder of its own, and logging as it was."""
     for spec in fields(EngineOptions):
         monkeypatch.delenv(env_name(spec.name), raising=False)
     monkeypatch.setenv("NO_COLOR", "1")  # also restores it where a test's --no-color sets it
     monkeypatch.setattr(found_model, "gpu_count", lambda: 0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))  # no engine of anyone's to join
     monkeypatch.chdir(tmp_path)
     logger = logging.getLogger("corellm")
     before = logger.handlers, logger.level, logger.propagate
@@ -98,6 +100,7 @@ def started(monkeypatch: pytest.MonkeyPatch, engine: Launched, tmp_path: Path) -
         report(Progress(stage="resolve model", detail=str(given.model)))
         return SimpleNamespace(
             options=given,
+            launch=SimpleNamespace(model_path=str(tmp_path)),
             settings=settings(given, tmp_path),
             max_request_tokens=engine.info.max_request_tokens,
             vocab=engine.info.vocab,
@@ -105,7 +108,7 @@ def started(monkeypatch: pytest.MonkeyPatch, engine: Launched, tmp_path: Path) -
             encode_chat=engine.encode_chat,
         )
 
-    monkeypatch.setattr(corellm_cli.batch_run, "find", find)
+    monkeypatch.setattr(running_engines, "find", find)
     monkeypatch.setattr(text_engine.TextEngine, "start", start)
     return options
 
@@ -452,13 +455,13 @@ def test_a_full_disk_ends_with_a_summary(started: list[EngineOptions], capsys: A
 
 INTERRUPTED_EARLY = """
 import os, signal, sys, time
-import corellm_cli.batch_run
+import corellm.running_engines
 
 def find(options, report):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(30)
 
-corellm_cli.batch_run.find = find
+corellm.running_engines.find = find
 from corellm_cli.main import main
 sys.argv = ["corellm", "batch", "in.jsonl", "--model", "m"]
 main()
@@ -477,6 +480,7 @@ def test_ctrl_c_while_the_model_is_looked_for_ends_at_once() -> None:
 
 UNREAD = """
 import asyncio, sys
+import corellm.running_engines
 import corellm_cli.batch_run as batch_run
 from pathlib import Path
 from types import SimpleNamespace
@@ -485,13 +489,14 @@ from tests.unit.test_cli import Launched, settings
 engine = Launched()
 
 def find(options, report):
-    return SimpleNamespace(settings=settings(options, Path()), max_request_tokens=200, vocab=256,
+    return SimpleNamespace(launch=SimpleNamespace(model_path=""), settings=settings(options, Path()),
+                           max_request_tokens=200, vocab=256,
                            encode_prompt=engine.encode_prompt, encode_chat=engine.encode_chat)
 
 async def start(model, report):
     return engine
 
-batch_run.find = find
+corellm.running_engines.find = find
 batch_run.TextEngine.start = start
 from corellm_cli.main import main
 sys.argv = ["corellm", "batch", "in.jsonl", "-o", "-", "--model", "m"]

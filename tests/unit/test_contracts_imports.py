@@ -51,7 +51,9 @@ def test_compute_plane_imports_without_front_ends() -> None:
     assert loaded.isdisjoint({"corellm_cli", "corellm_tui", "typer", "transformers", "tokenizers"})
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["batch", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([command, "--help"] for command in ("batch", "serve", "chat", "top")), ["--version"]]
+)
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     loaded = loaded_after(f"from corellm_cli.main import run\nif run({arguments!r}): raise SystemExit(9)")
     heavy = {

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from corellm.batch.engine_api import ModelLimits
 from corellm.batch.lines import Source
 from corellm.batch.prepare import Preparer, RefusedRow
 from corellm.batch.rows import Row, parse_row, read_rows
 from corellm.openai_api.fields import TABLES, Endpoint
+from corellm.openai_api.prompts import ModelLimits
 from corellm.openai_api.requests import parse_request
 from corellm_cli.exit_codes import ExitCode
 from corellm_cli.main import app

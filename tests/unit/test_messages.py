@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from corellm.comms import messages
 from corellm.comms.codec import Decoder, encode, f32, i32, i64
 from corellm.errors import ProtocolError
+from corellm.sampling_params import JsonConstraint
 
 UNIONS: dict[str, tuple[Any, str | tuple[str, ...]]] = {
     "ClientMessage": (messages.ClientMessage, "Front end to engine"),
@@ -73,7 +74,11 @@ def test_submit_round_trip(prompt: Any, bias: dict[int, float], stop_ids: list[i
         max_tokens=5, stop_ids=tuple(stop_ids), bias_ids=tuple(bias), bias_values=tuple(bias.values())
     )
     sent = messages.Submit(
-        requests=[messages.Request(tag=2**40, prompt=i32(prompt), sampling=sampling, cache_salt=salt)]
+        requests=[
+            messages.Request(
+                tag=2**40, prompt=i32(prompt), sampling=sampling, cache_salt=salt, constraint=JsonConstraint(salt, "; ")
+            )
+        ]
     )
     received: Any = Decoder[Any](messages.ClientMessage).decode(encode(sent))
     assert plain(received) == plain(sent)
@@ -89,12 +94,22 @@ def test_events_and_results_round_trip() -> None:
     for sent in (events, ready):
         assert plain(Decoder[Any](messages.EngineMessage).decode(encode(sent))) == plain(sent)
 
+    masked = messages.StepPlan(
+        step=1, closes=i32([]), opens=[], append_slots=i32([]), append_blocks=i32([]), row_slots=i32([3]),
+        row_tokens=i32([1]), row_samples=i32([1]), mask_rows=i32([0]), masks=i32([-1, 5]), score_rows=i32([0]),
+    )  # fmt: skip
+    assert plain(Decoder[Any](messages.WorkerCommand).decode(encode(masked))) == plain(masked)
+
+    scores = messages.PromptLogprobs(
+        first=1, logprobs=f32([-0.5]), ranks=i32([2]), k=1, top_ids=i32([7]), top_logprobs=f32([-0.25])
+    )
     result = messages.StepResult(
         step=3,
         tokens=i32([1, -1]),
         failed=i32([]),
         seconds=0.01,
         logprobs=messages.TopLogprobs(rows=i32([1]), sampled=f32([-1]), k=0, ids=i32([]), values=f32([])),
+        prompt_logprobs=[(0, scores)],
     )
     assert plain(Decoder[Any](messages.WorkerReport).decode(encode(result))) == plain(result)
 

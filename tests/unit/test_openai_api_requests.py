@@ -14,6 +14,10 @@ from corellm.openai_api.kinds import shown
 from corellm.openai_api.requests import ChatRequest, CompletionRequest, parse_request
 from corellm.sampling_params import SamplingParams
 
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -149,13 +153,18 @@ BAD_VALUES: list[Any] = [
     ("stream_options", {"include_usage": True}),
     ("messages", []),
     ("messages", "hi"),
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "auto"),
-    ("parallel_tool_calls", True),
-    ("response_format", {"type": "json_object"}),
-    ("prompt_logprobs", 1),
+    ("tools", {}),
+    ("tools", [TOOL] * 129),
+    ("tool_choice", "always"),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", {"type": "function"}),
+    ("tool_choice", ["auto"]),
+    ("parallel_tool_calls", 1),
+    ("response_format", "json_object"),
+    ("prompt_logprobs", 21),
     ("audio", {}),
-    ("echo", True),
+    ("echo", 1),
     ("best_of", 2),
 ]
 
@@ -173,10 +182,10 @@ def test_a_bad_value_is_refused_in_one_short_line_that_names_the_field(field: st
 
 
 def test_a_value_that_asks_for_nothing_is_accepted() -> None:
-    chat(tools=[], tool_choice="none", response_format={"type": "text"}, user="u", metadata={"a": 1}, store=True)
-    completion(echo=False, suffix="", best_of=3, n=3, service_tier="auto")
-    with pytest.raises(InvalidRequestError, match="echo"):
-        completion(echo=0)  # not false, though Python says they are equal
+    chat(user="u", metadata={"a": 1}, store=True, functions=[], reasoning_effort="none")
+    completion(suffix="", best_of=3, n=3, service_tier="auto")
+    with pytest.raises(InvalidRequestError, match="functions"):
+        chat(functions=[{}])
 
 
 def test_an_unknown_field_is_named_with_the_nearest_known_one() -> None:

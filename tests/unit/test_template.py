@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from llama_models.datatypes import RawMessage, RawTextItem
+from llama_models.datatypes import BuiltinTool, RawMessage, RawTextItem, StopReason
+from llama_models.datatypes import ToolCall as MetaToolCall
 from llama_models.llama3.chat_format import ChatFormat
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
 
@@ -18,6 +20,7 @@ from corellm.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 
+USER = {"role": "user", "content": "hi"}
 WEATHER = {
     "type": "function",
     "function": {
@@ -46,6 +49,22 @@ SNIPPETS = (
 @pytest.fixture(scope="module")
 def template(llama31_tokenizer: Tokenizer) -> LlamaTemplate:
     return LlamaTemplate(llama31_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def instruct_tokenizer(llama31_tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Two tokens that the material still calls reserved, by the names that Llama 3.1 Instruct's own file gives them."""
+    text = (llama31_tokenizer_folder / "tokenizer.json").read_text()
+    for number, name in ((4, "<|eom_id|>"), (5, "<|python_tag|>")):
+        text = text.replace(f"<|reserved_special_token_{number}|>", name)
+    folder = tmp_path_factory.mktemp("instruct")
+    (folder / "tokenizer.json").write_text(text)
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def instruct(instruct_tokenizer: Tokenizer) -> LlamaTemplate:
+    return LlamaTemplate(instruct_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +107,7 @@ def test_ids_are_metas_over_a_corpus(
 ) -> None:
     rng = random.Random(3)
     kinds = set()
-    for _ in range(800):
+    for _ in range(2000):
         messages = conversation(rng)
         ids = template.encode(messages, date=None)
         assert ids == by_meta(messages), messages
@@ -206,6 +225,97 @@ def test_several_tool_calls_follow_the_content(template: LlamaTemplate, llama31_
     )
 
 
+BUILT_IN: list[Message] = [{"type": name} for name in ("brave_search", "wolfram_alpha", "code_interpreter")]
+
+
+def called(name: str, **arguments: Any) -> Message:
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+def test_code_for_the_interpreter_is_written_as_meta_writes_it(
+    instruct: LlamaTemplate, instruct_tokenizer: Tokenizer
+) -> None:
+    code = 'print("<|eot_id|>")\n'
+    theirs = ChatFormat(MetaTokenizer.get_instance()).encode_dialog_prompt(
+        [
+            RawMessage(role="system", content="Environment: ipython\n\n"),
+            RawMessage(role="user", content="Print."),
+            RawMessage(
+                role="assistant",
+                content="",
+                stop_reason=StopReason.end_of_message,
+                tool_calls=[
+                    MetaToolCall(call_id="1", tool_name=BuiltinTool.code_interpreter, arguments={"code": code})
+                ],
+            ),
+            RawMessage(role="tool", content="completed\n"),
+        ]
+    )
+    ours = instruct.encode(
+        [
+            {"role": "user", "content": "Print."},
+            called("code_interpreter", code=code),
+            {"role": "tool", "content": "completed\n"},
+        ],
+        tools=[{"type": "code_interpreter"}],
+        date=None,
+    )
+    assert ours == theirs.tokens
+    assert ours.count(instruct_tokenizer.special_id("<|eom_id|>") or -1) == 1
+
+
+def test_built_in_tools_are_named_and_called_as_the_published_template_has_it(
+    instruct: LlamaTemplate, instruct_tokenizer: Tokenizer
+) -> None:
+    conversation: list[Message] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Snow?"},
+        called("brave_search", query="snow in Oslo"),
+        {"role": "ipython", "content": "yes"},
+        called("weather", city="Oslo"),
+    ]
+    text = (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
+        "Tools: brave_search, wolfram_alpha\n\n"
+        "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nSnow?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '<|python_tag|>brave_search.call(query="snow in Oslo")<|eom_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\nyes<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '{"name": "weather", "parameters": {"city": "Oslo"}}<|eom_id|>'
+    )
+    ids = instruct.encode(conversation, tools=BUILT_IN, add_generation_prompt=False)
+    assert ids == by_text(instruct_tokenizer, text)
+    undeclared = instruct.encode(conversation, add_generation_prompt=False)
+    assert instruct_tokenizer.special_id("<|python_tag|>") not in undeclared
+    assert instruct_tokenizer.special_id("<|eom_id|>") not in undeclared
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        called("brave_search", q="x"), called("brave_search"), called("brave_search", query=1),
+        called("brave_search", query="x", more="y"), called("code_interpreter", query="x"),
+    ],
+)  # fmt: skip
+def test_a_built_in_tool_takes_one_string(instruct: LlamaTemplate, message: Message) -> None:
+    with pytest.raises(InvalidRequestError, match="it takes one string") as caught:
+        instruct.encode([USER, message], tools=BUILT_IN)
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_the_tag_knows_no_built_in_tools(template: LlamaTemplate) -> None:
+    with pytest.raises(InvalidRequestError, match="does not know") as caught:
+        template.encode([USER], tools=BUILT_IN)
+    assert caught.value.param == "tools"
+
+
+def test_developer_is_another_name_for_system(template: LlamaTemplate) -> None:
+    developer, system = ([{"role": role, "content": "Be brief."}, USER] for role in ("developer", "system"))
+    assert template.encode(developer) == template.encode(system)
+
+
 def test_messages_are_left_as_they_were(template: LlamaTemplate) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
     before = json.dumps(messages)
@@ -225,9 +335,6 @@ def deep(depth: int) -> Any:
     return value
 
 
-USER = {"role": "user", "content": "hi"}
-
-
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -236,7 +343,7 @@ USER = {"role": "user", "content": "hi"}
         ([], "messages"),
         ([USER, "hi"], "messages[1]"),
         ([{"content": "hi"}], "messages[0].role"),
-        ([{"role": "developer", "content": "hi"}], "messages[0].role"),
+        ([{"role": "robot", "content": "hi"}], "messages[0].role"),
         ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
         ([USER, USER, {"role": "user"}], "messages[2].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),

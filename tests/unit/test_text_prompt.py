@@ -111,6 +111,36 @@ def test_template_may_trim_and_test_content_and_take_tools(
     assert prompts.encode(given, tools=[tool]) == expected
 
 
+def test_template_without_a_place_for_tools_has_them_in_words(chatml_tokenizer: Tokenizer, reference: Any) -> None:
+    function = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    call = {"function": {"name": "f", "arguments": '{"n": 1}'}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    prompts = JinjaTemplate(chatml_tokenizer)
+    ids = prompts.encode(messages, tools=[function])
+    described = json.dumps(function, indent=4)
+    text = chatml_tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.count(described) == 1
+    assert text.index("Given the following functions") < text.index(described) < text.index("hi<|im_end|>")
+    assert '<|im_start|>assistant\n{"name": "f", "parameters": {"n": 1}}<|im_end|>' in text
+    assert ids.count(chatml_tokenizer.special_id("<|im_end|>") or -1) == text.count("<|im_end|>") - 1
+    plain = [messages[0], {"role": "assistant", "content": '{"name": "f", "parameters": {"n": 1}}'}]
+    assert prompts.encode(messages) == by_transformers(
+        reference, chatml_tokenizer.chat_template or "", plain, add_generation_prompt=True
+    )
+
+
+def test_developer_is_another_name_for_system(chatml_tokenizer: Tokenizer) -> None:
+    prompts = JinjaTemplate(chatml_tokenizer)
+    developer, system = ([{"role": role, "content": "Be brief."}] for role in ("developer", "system"))
+    assert prompts.encode(developer) == prompts.encode(system)
+
+
+def test_built_in_tools_are_llamas_alone(chatml_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match="brave_search") as caught:
+        JinjaTemplate(chatml_tokenizer).encode([{"role": "user", "content": "x"}], tools=[{"type": "brave_search"}])
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("template", ["chatml", "tricky"])
 @pytest.mark.parametrize(
     "evil",

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from corellm.comms.messages import KVStats
+from corellm.engine.kv_cache.tree_view import TreeView
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class KVCacheAllocator(Protocol):
 
     num_blocks: int
     page_size: int
+    states: bytearray  # of each block, by the numbers of `stats_messages`: FREE, IN_USE, SHARED, CACHED
 
     @property
     def available(self) -> int:
@@ -47,8 +49,11 @@ class KVCacheAllocator(Protocol):
         """How many leading tokens have their KV at hand: whole pages, never all of `tokens`. Changes nothing."""
         ...
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "") -> Allocation | None:
-        """Give `owner` a block for every page of `tokens`, the matching prefix shared; None if they do not suffice."""
+    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
+        """Give `owner` a block for every page of `tokens`, or None if they do not suffice.
+
+        The matching prefix is shared, unless `reuse` is off because its KV is to be computed again.
+        """
         ...
 
     def extend(self, owner: int, count: int = 1) -> list[int] | None:
@@ -72,6 +77,10 @@ class KVCacheAllocator(Protocol):
 
     def stats(self) -> KVStats:
         """Blocks by state, hits and evictions, in constant time."""
+        ...
+
+    def tree(self) -> TreeView:
+        """What is shared by whom, in bounded time: the top of a large tree alone."""
         ...
 
     def check(self) -> None:

@@ -7,7 +7,9 @@ from collections import Counter
 import numpy as np
 
 from corellm.comms.messages import KVStats
+from corellm.comms.stats_messages import FREE, IN_USE
 from corellm.engine.kv_cache.allocator import Allocation
+from corellm.engine.kv_cache.tree_view import TreeView
 
 
 class NaiveCacheAllocator:
@@ -16,6 +18,7 @@ class NaiveCacheAllocator:
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self.num_blocks = num_blocks
         self.page_size = page_size
+        self.states = bytearray([FREE]) * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
         self._blocks: dict[int, list[int]] = {}  # by owner, in order of position
         self._query_tokens = 0
@@ -27,7 +30,7 @@ class NaiveCacheAllocator:
     def match(self, tokens: np.ndarray, salt: str = "") -> int:
         return 0
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "") -> Allocation | None:
+    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
         if owner in self._blocks:
             raise ValueError(f"owner {owner} is open already; close it before it is opened again")
         blocks = self._take(-(-len(tokens) // self.page_size))
@@ -56,6 +59,8 @@ class NaiveCacheAllocator:
         blocks = self._held(owner)
         del self._blocks[owner]
         self._free.extend(reversed(blocks))
+        for block in blocks:
+            self.states[block] = FREE
 
     def stats(self) -> KVStats:
         return KVStats(
@@ -69,6 +74,9 @@ class NaiveCacheAllocator:
             query_tokens=self._query_tokens,
         )
 
+    def tree(self) -> TreeView:
+        return TreeView(segments=[], pages=0, complete=True)
+
     def check(self) -> None:
         places = Counter(self._free)
         for blocks in self._blocks.values():
@@ -78,6 +86,11 @@ class NaiveCacheAllocator:
                 raise ValueError(f"block {block} is in {places[block]} places; it must be free or held exactly once")
         if len(places) != self.num_blocks:
             raise ValueError(f"{len(places)} block ids are known; there are {self.num_blocks}")
+        for block in self._free:
+            if self.states[block] != FREE:
+                raise ValueError(f"block {block} is free; it is told to be in state {self.states[block]}")
+        if self.states.count(FREE) != len(self._free):
+            raise ValueError(f"{self.states.count(FREE)} blocks are told to be free; {len(self._free)} are")
 
     def _held(self, owner: int) -> list[int]:
         try:
@@ -91,4 +104,7 @@ class NaiveCacheAllocator:
             raise ValueError(f"count is {count}; it must be 0 or more")
         if count > len(self._free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self.states[block] = IN_USE
+        return taken

@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from corellm.comms.messages import KVStats
+from corellm.comms.stats_messages import CACHED, FREE, IN_USE, SHARED
 from corellm.engine.kv_cache.allocator import Allocation
+from corellm.engine.kv_cache.tree_view import TreeView, view
 
 _TOKEN_BYTES = 4  # tokens are compared as int32
 
@@ -58,6 +60,7 @@ class RadixCacheAllocator:
     def __init__(self, num_blocks: int, page_size: int) -> None:
         self.num_blocks = num_blocks
         self.page_size = page_size
+        self.states = bytearray([FREE]) * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest id is handed out first
         self._owners: dict[int, _Owner] = {}
         self._root = _Node(key=b"", block=-1, parent=None)
@@ -78,10 +81,10 @@ class RadixCacheAllocator:
     def match(self, tokens: np.ndarray, salt: str = "") -> int:
         return len(self._find(tokens, salt)) * self.page_size
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "") -> Allocation | None:
+    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
         if owner in self._owners:
             raise ValueError(f"owner {owner} is open already; close it before it is opened again")
-        path = self._find(tokens, salt)
+        path = self._find(tokens, salt) if reuse else []
         needed = -(-len(tokens) // self.page_size) - len(path)
         if needed > self.available - sum(node.refs == 0 for node in path):
             return None
@@ -135,7 +138,8 @@ class RadixCacheAllocator:
     def close(self, owner: int) -> None:
         held = self._owner(owner)
         del self._owners[owner]
-        self._free.extend(reversed(held.blocks[len(held.path) :]))
+        for block in reversed(held.blocks[len(held.path) :]):
+            self._put_back(block)
         for node in held.path:
             self._release(node)
 
@@ -151,6 +155,13 @@ class RadixCacheAllocator:
             hit_tokens=self._hit_tokens,
             query_tokens=self._query_tokens,
         )
+
+    def tree(self) -> TreeView:
+        ends: dict[int, list[int]] = {}
+        for number, owner in self._owners.items():
+            if owner.path:
+                ends.setdefault(owner.path[-1].block, []).append(number)
+        return view(self._root, ends, self.page_size * _TOKEN_BYTES)
 
     def check(self) -> None:
         refs = Counter(node for owner in self._owners.values() for node in owner.path)
@@ -192,16 +203,19 @@ class RadixCacheAllocator:
         node.refs += 1
         self._cached -= node.refs == 1
         self._shared += node.refs == 2
+        self.states[node.block] = IN_USE if node.refs == 1 else SHARED
 
     def _release(self, node: _Node) -> None:
         node.refs -= 1
         self._shared -= node.refs == 1
         if node.refs:
+            self.states[node.block] = IN_USE if node.refs == 1 else SHARED
             return
         if node.parent is None:
-            self._free.append(node.block)
+            self._put_back(node.block)
             return
         self._cached += 1
+        self.states[node.block] = CACHED
         self._clock += 1
         node.released = self._clock
         if not node.children:
@@ -212,7 +226,14 @@ class RadixCacheAllocator:
         free = self._free
         while len(free) < count:
             self._evict()
-        return [free.pop() for _ in range(count)]
+        taken = [free.pop() for _ in range(count)]
+        for block in taken:
+            self.states[block] = IN_USE
+        return taken
+
+    def _put_back(self, block: int) -> None:
+        self._free.append(block)
+        self.states[block] = FREE
 
     def _evict(self) -> None:
         """Move the block of the childless unheld node that was released first to the free list."""
@@ -222,7 +243,7 @@ class RadixCacheAllocator:
                 break
         parent = node.parent
         self._detach(node)
-        self._free.append(node.block)
+        self._put_back(node.block)
         self._cached -= 1
         self._evictions += 1
         if parent is not None and parent.refs == 0 and not parent.children:
@@ -244,7 +265,7 @@ class RadixCacheAllocator:
             below.extend(node.children.values())
             self._detach(node)
             if node.refs == 0:
-                self._free.append(node.block)
+                self._put_back(node.block)
                 self._cached -= 1
 
     @staticmethod
@@ -297,6 +318,17 @@ class RadixCacheAllocator:
             raise ValueError(
                 f"{self._cached} blocks count as cached and {self._shared} as shared; it is {cached} and {shared}"
             )
+        self._check_states(nodes)
+
+    def _check_states(self, nodes: set[_Node]) -> None:
+        states = bytearray([IN_USE]) * self.num_blocks
+        for block in self._free:
+            states[block] = FREE
+        for node in nodes:
+            states[node.block] = CACHED if node.refs == 0 else IN_USE if node.refs == 1 else SHARED
+        for block, (told, true) in enumerate(zip(self.states, states, strict=True)):
+            if told != true:
+                raise ValueError(f"block {block} is told to be in state {told}; it is in {true}")
 
     def _check_leaves(self, tree: set[_Node]) -> None:
         listed = [node for released, node in self._leaves if _is_leaf(node, released)]

@@ -1,0 +1,259 @@
+"""The life of `corellm serve` on a tiny model: draining, death, several API workers, what it refuses to start with."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.processes import engine_processes, pid_of, wait_until_gone
+from tests.support.serve_process import CORELLM, ServeProcess, serving
+from tests.support.tiny_llama import make_tiny_llama
+
+LONG = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny_llama(path, max_positions=4096)
+    write_byte_tokenizer(path)
+    return str(path)
+
+
+class Stream:
+    """A streamed completion, read as it comes."""
+
+    def __init__(self, server: ServeProcess, body: dict[str, Any]) -> None:
+        self.connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+        self.connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        self.response = self.connection.getresponse()
+        assert self.response.status == 200
+
+    def event(self) -> str:
+        """The next event's data; empty at the end."""
+        while (line := self.response.readline()) == b"\n":
+            pass
+        return line.decode().removeprefix("data: ").strip()
+
+    def rest(self) -> list[str]:
+        events = []
+        while event := self.event():
+            events.append(event)
+        self.connection.close()
+        return events
+
+
+def post(server: ServeProcess, body: dict[str, Any]) -> int:
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return _status(request)
+
+
+def _status(request: urllib.request.Request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_sigterm_answers_what_is_open_and_takes_nothing_new(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny) as server:
+        stream = Stream(server, {**LONG, "max_tokens": 400})
+        assert stream.event()
+        os.kill(server.pid, signal.SIGTERM)
+        time.sleep(0.2)
+        assert post(server, {"prompt": [1]}) == 503
+        events = stream.rest()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert server.wait(10) == 0
+        wait_until_gone(server.run_root, 2)
+
+
+def test_a_signal_to_every_process_drains_too(tiny: str, tmp_path: Path) -> None:
+    """As a service manager stops a unit."""
+    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+        _wait_for_workers(server, 2)
+        streams = [Stream(server, {**LONG, "max_tokens": 300}) for _ in range(4)]
+        assert all(stream.event() for stream in streams)
+        processes = engine_processes(server.run_root)
+        for pid in [server.pid, *(pid for pid, name in processes.items() if name != "corellm.worker")]:
+            os.kill(pid, signal.SIGTERM)
+        assert [stream.rest()[-1] for stream in streams] == ["[DONE]"] * 4
+        assert server.wait(10) == 0
+        wait_until_gone(server.run_root, 2)
+
+
+@pytest.mark.parametrize("grace", ["0.3", "60"])
+def test_the_grace_and_a_second_signal_end_it(tiny: str, tmp_path: Path, grace: str) -> None:
+    with serving(tmp_path, tiny, "--shutdown-grace", grace, "--api-workers", "2" if grace == "60" else "1") as server:
+        stream = Stream(server, {**LONG, "n": 8})
+        assert stream.event()
+        began = time.monotonic()
+        os.kill(server.pid, signal.SIGTERM)
+        if grace == "60":
+            time.sleep(0.2)
+            os.kill(server.pid, signal.SIGTERM)
+        last = stream.rest()[-1]
+        assert json.loads(last)["error"]["code"] == "shutting_down"
+        assert server.wait(10) == 0
+        assert time.monotonic() - began < 5
+        wait_until_gone(server.run_root, 2)
+
+
+def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(tiny: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = ServeProcess(tmp_path, tiny, "--port", str(port))
+    server.launch()
+    try:
+        deadline = time.monotonic() + 30
+        while "corellm.worker" not in engine_processes(server.run_root).values():
+            assert time.monotonic() < deadline, server.stderr
+            time.sleep(0.01)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        body = json.loads(response.read())
+        connection.close()
+        assert (response.status, body["status"]) == (503, "starting")
+        assert body["stage"]
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(20) == 0
+        wait_until_gone(server.run_root, 2)
+    finally:
+        server.stop()
+
+
+def test_ctrl_c_is_told_by_the_exit_code(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny) as server:
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(10) == 130
+
+
+@pytest.mark.parametrize(("victim", "workers"), [("corellm.engine", "2"), ("corellm.worker", "1")])
+def test_death_is_told_to_every_stream_and_by_the_exit_code(
+    tiny: str, tmp_path: Path, victim: str, workers: str
+) -> None:
+    with serving(tmp_path, tiny, "--api-workers", workers) as server:
+        _wait_for_workers(server, int(workers))
+        streams = [Stream(server, LONG) for _ in range(6)]
+        assert all(stream.event() for stream in streams)
+        os.kill(pid_of(server.run_root, victim), signal.SIGKILL)
+        died = time.monotonic()
+        while server.is_healthy():
+            assert time.monotonic() - died < 1
+        for stream in streams:
+            events = stream.rest()
+            assert json.loads(events[-1])["error"]["type"] == "service_unavailable_error"
+            assert "[DONE]" not in events
+        assert server.wait(10) == 1
+        assert "error:" in server.stderr
+        assert "Traceback" not in server.stderr
+        wait_until_gone(server.run_root, 3)
+
+
+def test_api_workers_share_port_engine_and_metrics(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny, "--api-workers", "3") as server:
+        _wait_for_workers(server, 3)
+        for _ in range(40):
+            assert post(server, {"prompt": [1, 2], "max_tokens": 2}) == 200
+        assert server.metric("request_success_total") == 40
+        assert server.metric("time_to_first_token_seconds_count") == 40
+        assert list(engine_processes(server.run_root).values()).count("corellm.engine") == 1
+        stream = Stream(server, {**LONG, "max_tokens": 300})
+        os.kill(server.pid, signal.SIGTERM)
+        assert stream.rest()[-1] == "[DONE]"
+        assert server.wait(10) == 0
+        wait_until_gone(server.run_root, 2)
+
+
+def test_the_death_of_an_api_worker_ends_the_server(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+        os.kill(pid_of(server.run_root, "corellm.openai_server"), signal.SIGKILL)
+        assert server.wait(10) == 1
+        assert "API worker 2 was killed by SIGKILL" in server.stderr
+        wait_until_gone(server.run_root, 3)
+
+
+def test_the_death_of_the_main_process_takes_everything_along(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until_gone(server.run_root, 3)
+
+
+def _wait_for_workers(server: ServeProcess, count: int) -> None:
+    """Until every API worker listens: each has a socket on the port."""
+    port = urlsplit(server.url).port
+    deadline = time.monotonic() + 30
+    while Path("/proc/net/tcp").read_text().count(f":{port:04X} 00000000:0000 0A") < count:
+        assert time.monotonic() < deadline, server.stderr
+        time.sleep(0.05)
+
+
+def refused(*options: str, code: int) -> str:
+    done = subprocess.run([CORELLM, "serve", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny) as server:
+        port = str(urlsplit(server.url).port)
+        for workers in ("1", "2"):
+            said = refused("--model", "/nowhere", "--port", port, "--api-workers", workers, code=1)
+            assert "Address already in use" in said
+
+
+def test_what_others_could_reach_needs_a_key() -> None:
+    assert "--insecure" in refused("--model", "demo", "--host", "0.0.0.0", code=2)
+
+
+def test_keys_from_a_file_and_the_environment(tiny: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\nsecond\n")
+    os.environ["CORELLM_API_KEY"] = "from-environment"
+    try:
+        with serving(tmp_path, tiny, "--api-key-file", str(keys), "--api-workers", "2") as server:
+            for key, status in (("from-file", 200), ("second", 200), ("from-environment", 200), ("other", 401)):
+                request = urllib.request.Request(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+                assert _status(request) == status
+            assert "from-file" not in server.stderr
+            arguments = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engine_processes(server.run_root)]
+            assert not any(b"from-" in words for words in arguments)
+    finally:
+        del os.environ["CORELLM_API_KEY"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(tiny: str, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*words.split(), "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    with serving(tmp_path, tiny, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
+        context = ssl.create_default_context(cafile=str(certificate))
+        with urllib.request.urlopen(f"{server.url}/health", context=context, timeout=10) as response:
+            assert json.load(response) == {"status": "ok"}
+    assert "cannot be used" in refused(
+        "--model", tiny, "--port", "0", "--tls-cert", str(key), "--tls-key", str(key), code=2
+    )
