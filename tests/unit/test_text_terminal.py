@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import unicodedata
 
 import pytest
@@ -68,3 +69,41 @@ def test_carriage_return_waits_and_is_shown_once() -> None:
     assert stream.push("") == ""
     assert stream.flush() == "␍"
     assert stream.flush() == ""
+
+
+# What escape sequences are made of, and what stands around them.
+_STARTS = (
+    "\x1b[",
+    "\x1b]",
+    "\x1bP",
+    "\x1b_",
+    "\x1b^",
+    "\x1bX",
+    "\x1b(",
+    "\x1b#",
+    "\x1b",
+    "\x9b",
+    "\x9d",
+    "\x90",
+    "\x8f",
+)
+_ENDS = ("m", "H", "J", "\x07", "\x1b\\", "\x9c", "c", "h", "\r", "\n", "", "\u202e", "\x00", "\x7f", "\x85", "\u2066")
+_INNER = "0123456789;?:=! abcxyz$\"'/"
+_AROUND = ("plain", "👩‍👩‍👧‍👦", "日本語", "שלום", "e\u0301", "\r\n", "\t", "")
+
+
+def _payload(source: random.Random) -> str:
+    inner = "".join(source.choices(_INNER, k=source.randrange(8)))
+    return source.choice(_AROUND) + source.choice(_STARTS) + inner + source.choice(_ENDS) + source.choice(_AROUND)
+
+
+def test_10_000_escape_sequences_split_anywhere_stay_visible() -> None:
+    source = random.Random(2026)
+    unsafe = {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))} - {"\n", "\t"} | set("\u202e\u2066")
+    for _ in range(10_000):
+        text = _payload(source)
+        whole = terminal_safe(text)
+        assert unsafe.isdisjoint(whole)
+        for cut in range(len(text) + 1):
+            stream = TerminalFilter()
+            assert stream.push(text[:cut]) + stream.push(text[cut:]) + stream.flush() == whole

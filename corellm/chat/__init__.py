@@ -1,0 +1,1 @@
+"""Conversations: their branches, their files, the commands that act on them, and who answers. Draws nothing."""

@@ -1,0 +1,30 @@
+"""The line below an answer: how fast it came, how many tokens, how full the context is."""
+
+from __future__ import annotations
+
+from corellm.chat.backend import AnswerEnd
+
+from . import quantities
+
+_NOTES = {"length": "cut off at the token limit", "interrupted": "interrupted", "tool_calls": "calls a tool"}
+
+
+def footer(end: AnswerEnd, context: int | None) -> str:
+    """One line, without what is not known: TTFT, tokens a second after the first, tokens in and out, context used."""
+    parts = [f"TTFT {_seconds(end.first_token_s)}"]
+    prompt, output = end.prompt_tokens, end.output_tokens
+    if output is not None and output > 1 and end.total_s > end.first_token_s:
+        parts.append(f"{quantities.rate((output - 1) / (end.total_s - end.first_token_s))} tok/s")
+    if prompt is not None:
+        parts.append(f"in {prompt:,}" + (f" ({end.cached_tokens:,} cached)" if end.cached_tokens is not None else ""))
+    if output is not None:
+        parts.append(f"out {output:,}")
+    if prompt is not None and output is not None:
+        parts.append(f"context {prompt + output:,}" + (f" of {context:,}" if context is not None else ""))
+    if note := _NOTES.get(end.finish_reason):
+        parts.append(note)
+    return " · ".join(parts)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
