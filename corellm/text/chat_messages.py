@@ -14,6 +14,8 @@ from corellm.errors import InvalidRequestError
 DEFAULT_DATE = "26 Jul 2024"
 
 ROLES = ("system", "user", "assistant", "tool", "ipython")
+# Llama 3.1 was taught these: they are declared by type alone.
+BUILT_IN_TOOLS = ("brave_search", "wolfram_alpha", "code_interpreter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def parse_messages(messages: object) -> list[ChatMessage]:
 
 
 def parse_tools(tools: object) -> list[Mapping[str, Any]]:
-    """Check function definitions, `{"type": "function", "function": {"name", …}}`; None is none.
+    """Check tools: functions as `{"type": "function", "function": {"name", …}}`, built-in ones by type; None is none.
 
     Raises `InvalidRequestError` with the path of the offending field.
     """
@@ -58,8 +60,12 @@ def parse_tools(tools: object) -> list[Mapping[str, Any]]:
     for index, entry in enumerate([] if tools is None else _array(tools, "tools")):
         path = f"tools[{index}]"
         tool = _object(entry, path)
-        if tool.get("type", "function") != "function":
-            raise _invalid(f"{path}.type", tool["type"], "'function'")
+        kind = tool.get("type", "function")
+        if kind in BUILT_IN_TOOLS:
+            parsed.append({"type": kind})
+            continue
+        if kind != "function":
+            raise _invalid(f"{path}.type", kind, f"'function', or a built-in tool: {', '.join(BUILT_IN_TOOLS)}")
         _string(_object(tool.get("function"), f"{path}.function").get("name"), f"{path}.function.name")
         _check_json(tool, path)
         parsed.append(tool)
@@ -79,6 +85,8 @@ def check_continuation(last: ChatMessage) -> None:
 def _message(entry: object, path: str) -> ChatMessage:
     message = _object(entry, path)
     role = message.get("role")
+    if role == "developer":
+        role = "system"  # OpenAI's newer name for it
     if role not in ROLES:
         raise _invalid(f"{path}.role", role, f"one of {', '.join(ROLES)}")
     calls_given = message.get("tool_calls")
