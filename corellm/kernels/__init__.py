@@ -30,7 +30,7 @@ class AttentionPlan(Protocol):
         """What the device must be told; it may be empty."""
         ...
 
-    def bind(self, words: Tensor, block_table: Tensor, page_size: int) -> PagedAttention:
+    def bind(self, words: Tensor, block_table: Tensor) -> PagedAttention:
         """The plan on the device: `words` are there now; block_table int32 [slots, blocks] serves every step.
 
         The result is called once a layer, after `rope_write_kv`.
@@ -100,7 +100,7 @@ class Backend(Protocol):
         """`rope_write_kv` of `norm_linear`."""
         ...
 
-    def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
+    def plan_attention(self, rows: Rows, heads: Heads, page_size: int, width: int | None = None) -> AttentionPlan:
         """Plan a step's attention. With `width`, `words` has one size for any rows, up to `width` of one token each:
         a graph that was captured with one such plan may run with the words of another."""
         ...

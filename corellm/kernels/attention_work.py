@@ -26,7 +26,7 @@ class AttentionWork:
 
     items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table, positions the
     first token sees, first and last position (exclusive) of this item, slot of its partial result or -1 where it
-    writes the output itself, 0.
+    writes the output itself, positions of the row that hold KV.
     merges, int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first
     slot, number of slots.
     """
@@ -44,6 +44,7 @@ class _Tiles:
     count: NDArray[np.int64]
     slot: NDArray[np.int64]
     visible: NDArray[np.int64]
+    context: NDArray[np.int64]
 
 
 def plan_work(
@@ -67,7 +68,7 @@ def plan_work(
     start = index * step[of] * tile.block_n
     stop = np.minimum(start + step[of] * tile.block_n, ends[of])
     slot = np.where(splits[of] > 1, first_slot[of] + index, -1)
-    fields = (tiles.token[of], tiles.count[of], tiles.slot[of], tiles.visible[of], start, stop, slot, 0 * slot)
+    fields = (tiles.token[of], tiles.count[of], tiles.slot[of], tiles.visible[of], start, stop, slot, tiles.context[of])
     longest_first = np.argsort(start - stop, kind="stable")  # short ones fill the gaps at the end
     items = np.stack(fields, axis=1)[longest_first].astype(np.int32)
 
@@ -108,7 +109,8 @@ def _query_tiles(rows: Rows, chosen: NDArray[np.int64], tokens_per_tile: int) ->
     row = np.repeat(chosen, tiles)
     token = rows.starts[row] + _ranks(tiles) * tokens_per_tile
     left = rows.starts[row + 1] - token
-    return _Tiles(token, np.minimum(left, tokens_per_tile), rows.slots[row], rows.contexts[row] - left + 1)
+    context = rows.contexts[row]
+    return _Tiles(token, np.minimum(left, tokens_per_tile), rows.slots[row], context - left + 1, context)
 
 
 def _ranks(counts: NDArray[np.int64]) -> NDArray[np.int64]:

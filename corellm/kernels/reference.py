@@ -69,8 +69,8 @@ class ReferenceBackend:
     def can_capture(self, heads: Heads) -> bool:
         return False
 
-    def plan_attention(self, rows: Rows, heads: Heads, width: int | None = None) -> AttentionPlan:
-        return ReferencePlan(rows, heads)
+    def plan_attention(self, rows: Rows, heads: Heads, page_size: int, width: int | None = None) -> AttentionPlan:
+        return ReferencePlan(rows, heads, page_size)
 
     sample = staticmethod(reference_sampling.sample)
     penalize = staticmethod(reference_sampling.penalize)
@@ -85,10 +85,11 @@ class ReferencePlan:
 
     rows: Rows
     heads: Heads
+    page_size: int
     words: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
-    def bind(self, words: Tensor, block_table: Tensor, page_size: int) -> PagedAttention:
-        return ReferenceAttention(self.rows, self.heads, block_table, page_size)
+    def bind(self, words: Tensor, block_table: Tensor) -> PagedAttention:
+        return ReferenceAttention(self.rows, self.heads, block_table, self.page_size)
 
 
 def _fastest_linear(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,8 @@ from corellm.worker.slots import SlotTables, Write, write
 from corellm.worker.transfers import Download, Stopwatch, upload
 
 CPU_WARM_UP_TOKENS = 64
+COMPILE_THREADS = 12
+REHEARSED = (1, 2, 8, 16, 32)  # rows for which a product may have a kernel of its own
 
 
 class Launched:
@@ -123,10 +126,16 @@ class Executor:
             done += count
             report(Progress(stage="warm up", done=done, total=total, unit="tokens", rank=self._group.rank))
 
-        advance(0)
-        try:
+        def compute() -> None:
             for width in (1, tokens):  # kernels of decode rows and of wide ones are compiled now, not in a step
                 self._compute(*self._padding(np.array([width])))
+
+        advance(0)
+        try:
+            if self._graphs:
+                self._rehearse(compute, sizes[-1])
+            else:
+                compute()
             advance(tokens)
             if self._graphs:
                 logits = torch.empty(sizes[-1], self._spec.vocab, dtype=self._dtype, device=self._device)
@@ -165,7 +174,7 @@ class Executor:
         graphs = self._graphs if rows.decodes else None
         captured = graphs.layout(rows.tokens) if graphs else None
         width = captured.tokens if captured else None
-        plan = self._backend.plan_attention(rows.rows, self._model.heads, width)
+        plan = self._backend.plan_attention(rows.rows, self._model.heads, self._page_size, width)
         layout = captured or Layout(rows.tokens, len(rows.sampling), len(plan.words))
         words = rows.words(layout, plan.words, sampling.temperatures, sampling.seeds, self._tables.spare)
         uploaded = upload(np.concatenate((words, *entries)), self._device)
@@ -183,7 +192,7 @@ class Executor:
         if not layout.tokens:
             return Computed(torch.empty(0, self._spec.hidden), None, tokens, failed)
         batch, rows, attention = device_inputs(words, layout, tables, self._backend)
-        attend = plan.bind(attention, tables.block_table, self._page_size)
+        attend = plan.bind(attention, tables.block_table)
         hidden = self._model.forward(batch, attend, self._kv)
         if not layout.sampled:
             return Computed(hidden, None, tokens, failed)
@@ -197,6 +206,21 @@ class Executor:
     def _logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of hidden [s, hidden] on rank 0, None elsewhere; every rank calls it."""
         return self._group.gather_logits(self._model.logits(hidden), self._spec.vocab)
+
+    def _rehearse(self, compute: Callable[[], None], widest: int) -> None:
+        """Run `compute` beside the products of narrow steps: what these compile takes long one by one."""
+
+        def run(part: Callable[[], object]) -> None:
+            with torch.cuda.device(self._device), torch.inference_mode():
+                torch.zeros(1, device=self._device)  # gives the thread a context, without which cuBLAS warns
+                part()
+
+        narrow = [rows for rows in REHEARSED if rows <= widest]
+        parts = [part for rows in narrow for part in self._model.rehearsals(rows, self._kv)]
+        with ThreadPoolExecutor(COMPILE_THREADS) as pool:
+            list(pool.map(run, [compute, *parts]))
+        torch.cuda.synchronize(self._device)
+        torch._C._cuda_clearCublasWorkspaces()  # those of threads that are gone
 
     def _capture(self, graphs: DecodeGraphs, width: int, logits: Tensor) -> None:
         """Capture decode steps of `width` rows, which leave their logits in `logits`: one place for all graphs, since
@@ -217,7 +241,7 @@ class Executor:
         starts = np.concatenate(([0], np.cumsum(counts)))
         every = np.arange(len(counts))
         rows = StepRows(Rows(spare, starts, counts), every, spare, counts)
-        plan = self._backend.plan_attention(rows.rows, self._model.heads, width)
+        plan = self._backend.plan_attention(rows.rows, self._model.heads, self._page_size, width)
         layout = Layout(rows.tokens, len(counts), len(plan.words))
         settings = np.zeros(len(counts), np.float32), np.zeros(len(counts), np.int64)
         return upload(rows.words(layout, plan.words, *settings, self._tables.spare), self._device), layout, plan

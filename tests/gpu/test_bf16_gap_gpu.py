@@ -19,7 +19,7 @@ from tests.support.tiny_llama import make_tiny_llama, tiny_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
-EPSILON = 0.1  # of the spread of a position's logits: what roundings to 8 bits add up to over the layers
+EPSILON = 0.3  # of the spread of a position's logits; the reference backend in bfloat16 comes to 0.18 on a CPU
 NEW_TOKENS = 32
 
 
@@ -35,7 +35,7 @@ def behind(model: LlamaForCausalLM, prompt: list[int], output: Sequence[int]) ->
 def test_greedy_in_bfloat16(tmp_path: Path, heads: int, kv_heads: int) -> None:
     model = make_tiny_llama(
         tmp_path, hidden=64 * heads, heads=heads, kv_heads=kv_heads, layers=6, intermediate=96 * heads, vocab=4099,
-        max_positions=1024, dtype=torch.bfloat16,
+        max_positions=1024, dtype=torch.bfloat16, spread=(64 * heads) ** -0.5,
     )  # fmt: skip
     write_byte_tokenizer(tmp_path)
     prompts = tiny_prompts(80, 4099)

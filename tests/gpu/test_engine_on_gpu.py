@@ -19,6 +19,7 @@ from tests.unit.test_llama_spec import LLAMA_8B
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
 NEW_TOKENS = 12
+CONTEXT_BYTES = 1 << 30  # what this process takes of the GPU, which the engine does not know
 RANKS = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU here"))]
 
 
@@ -61,8 +62,10 @@ def test_llama_31_8b_with_dummy_weights(tmp_path: Path, tp: int) -> None:
         found = engine.generate(prompts, params)
         seconds = time.monotonic() - began
         info = engine.info
+        free, total = torch.cuda.mem_get_info()
     print(
         f"8B tp {tp} on {info.device}: ready in {ready:.1f} s, {info.kv_blocks} blocks of {info.page_size}, "
-        f"{64 * 64 / seconds:.0f} out tok/s at 64 sequences"
+        f"{64 * 64 / seconds:.0f} out tok/s at 64 sequences, {(total - free) / 2**30:.1f} GiB of memory in use"
     )
+    assert total - free < 0.9 * total + CONTEXT_BYTES
     assert all(completion.output_tokens == 64 for completion in found)

@@ -52,8 +52,8 @@ def check_rows(rows: list[tuple[int, int]], page_size: int, seed: int) -> None:
     slots = rng.permutation(len(rows))
     by_slot = torch.empty_like(table)
     by_slot[torch.from_numpy(slots)] = table
-    plan = load_backend("reference", CPU, torch.float32).plan_attention(Rows(slots, starts, contexts), HEADS)
-    attend = plan.bind(torch.from_numpy(plan.words), by_slot, page_size)
+    plan = load_backend("reference", CPU, torch.float32).plan_attention(Rows(slots, starts, contexts), HEADS, page_size)
+    attend = plan.bind(torch.from_numpy(plan.words), by_slot)
     for _ in range(2):  # a plan serves every layer
         actual = attend(torch.cat(queries), k, v)
         torch.testing.assert_close(actual.double(), torch.cat(truth), rtol=1e-4, atol=1e-5)

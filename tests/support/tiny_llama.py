@@ -35,11 +35,12 @@ def make_tiny_llama(
     seed: int = 0,
     shard_size: str = "5GB",
     eos_token_id: int | list[int] = 257,
+    spread: float = 0.2,
 ) -> LlamaForCausalLM:
     """Write config.json, generation_config.json and safetensors into `folder`; return the model that was written.
 
-    `rope` is "llama3" or "default"; `shard_size`, such as "50KB", splits the weights over files with an index. The
-    weights are wide enough apart that greedy tokens do not hang on the last bits.
+    `rope` is "llama3" or "default"; `shard_size`, such as "50KB", splits the weights over files with an index. `spread`
+    is the standard deviation of the weights, wide enough that greedy tokens do not hang on the last bits.
     """
     config = LlamaConfig(
         hidden_size=hidden,
@@ -51,7 +52,7 @@ def make_tiny_llama(
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         rope_parameters=dict(LLAMA3_ROPE if rope == "llama3" else DEFAULT_ROPE),
-        initializer_range=0.2,
+        initializer_range=spread,
         bos_token_id=vocab - 2,
         eos_token_id=eos_token_id,
     )

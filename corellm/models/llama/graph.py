@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -83,6 +84,27 @@ class Llama:
             gated = backend.norm_gated(residual, layer.post_norm, eps, layer.gate_up)
             row_parallel_add(gated, layer.down, residual, backend, group)
         return residual
+
+    def rehearsals(self, rows: int, kv: KVCache) -> list[Callable[[], object]]:
+        """The products of a layer and the head, each on `rows` rows of zeros: to compile what they need, in any order
+        and at the same time. They write to the padding block of `kv`."""
+        layer, backend, heads = self._weights.layers[0], self._backend, self.heads
+        x = self._weights.embed.new_zeros(rows, len(layer.o))
+        positions = torch.zeros(rows, dtype=torch.int64, device=x.device)
+        kv_slots = positions + (kv.k.shape[1] - 1) * kv.page_size
+        rope, cache = self._rotary.lookup(positions), (kv.k[0], kv.v[0])
+        found: list[Callable[[], object]] = [
+            partial(backend.norm_qkv, x, layer.input_norm, self._eps, layer.qkv, rope, heads, kv_slots, *cache),
+            partial(backend.norm_gated, x, layer.post_norm, self._eps, layer.gate_up),
+            partial(self.logits, x),
+        ]
+        for weight in (layer.o, layer.down):
+            part = x.new_zeros(rows, weight.shape[1])
+            alone = self._group.size == 1  # else every rank would have to reduce, and in one order
+            found.append(
+                partial(backend.linear_add, part, weight, x.clone()) if alone else partial(backend.linear, part, weight)
+            )
+        return found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of rows of `forward`'s result [s, hidden] over this rank's part of the vocabulary: [s, v / size]."""

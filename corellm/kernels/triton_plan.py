@@ -1,0 +1,141 @@
+"""Attention of a step by the Triton kernels: what the host plans, and the launches of each layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from corellm.kernels import PagedAttention, hopper_prefill
+from corellm.kernels.attention_work import AttentionWork, most_items, most_split, plan_work
+from corellm.kernels.hopper_prefill import HopperPrefill
+from corellm.kernels.inputs import Heads, Rows
+from corellm.kernels.triton_attention import merge_partials_kernel, paged_attention_kernel
+from corellm.kernels.tuning import AttentionTile, AttentionTuning
+
+HEADER = 8  # words: items and merges of each launch, at most two, 16 bytes apart
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What attention is planned for, the same for every step. `prefill`: in the place of the wide tile, if not None."""
+
+    heads: Heads
+    page_size: int
+    sms: int
+    tuning: AttentionTuning
+    pdl: bool
+    prefill: HopperPrefill | None
+
+    @property
+    def wide(self) -> AttentionTile:
+        """The tile of rows with many new tokens."""
+        return hopper_prefill.TILE if self.prefill else self.tuning.wide
+
+    def plan(self, rows: Rows, width: int | None) -> TritonPlan:
+        """See `Backend.plan_attention`."""
+        if width is not None:
+            every = np.arange(len(rows.slots))
+            return TritonPlan(self, [_Launch.make(self, rows, every, self.tuning.narrow, width)])
+        narrow = np.diff(rows.starts) <= max(self.tuning.narrow.block_m // self.heads.group, 1)
+        by_tile = ((self.tuning.narrow, np.flatnonzero(narrow)), (self.wide, np.flatnonzero(~narrow)))
+        return TritonPlan(self, [_Launch.make(self, rows, chosen, tile) for tile, chosen in by_tile if len(chosen)])
+
+
+class TritonPlan:
+    """Implements `corellm.kernels.AttentionPlan`.
+
+    Rows whose new tokens fit one narrow tile (all that decode) run in one launch, longer ones in another. `words` holds
+    how many items and merges each launch has, then the lists.
+    """
+
+    def __init__(self, setup: AttentionSetup, launches: list[_Launch]) -> None:
+        self._setup, self._launches = setup, launches
+        lists = [part for launch in launches for part in (launch.items.ravel(), launch.merges.ravel())]
+        self.words = np.concatenate((np.zeros(HEADER, np.int32), *lists))
+        for i, launch in enumerate(launches):
+            self.words[4 * i : 4 * i + 2] = len(launch.work.items), len(launch.work.merges)
+
+    def bind(self, words: Tensor, block_table: Tensor) -> PagedAttention:
+        return TritonAttention(self._setup, self._launches, words, block_table)
+
+
+class _Launch:
+    """One launch of a plan: its work, in lists that may be longer than the work is."""
+
+    def __init__(self, tile: AttentionTile, block_m: int, work: AttentionWork, items: int, merges: int) -> None:
+        self.tile, self.block_m, self.work = tile, block_m, work
+        self.items = _padded(work.items, items)
+        self.merges = _padded(work.merges, merges)
+        self.slots = max(work.slots if items == len(work.items) else items, 1)
+
+    @classmethod
+    def make(
+        cls, setup: AttentionSetup, rows: Rows, chosen: NDArray[np.int64], tile: AttentionTile, width: int | None = None
+    ) -> _Launch:
+        group = setup.heads.group
+        block_m = max(tile.block_m, 1 << (group - 1).bit_length())  # a group wider than a tile widens it
+        programs = max(1, setup.sms * tile.programs_per_sm // setup.heads.kv)
+        work = plan_work(rows, chosen, tokens_per_tile=block_m // group, tile=tile, programs=programs)
+        if width is None:
+            return cls(tile, block_m, work, len(work.items), len(work.merges))
+        return cls(tile, block_m, work, most_items(width, programs), most_split(width, programs))
+
+
+class TritonAttention:
+    """A plan on the device: call it with q and the cache of each layer. Implements `PagedAttention`.
+
+    Memory for partial results is shared by the layers, which run in turn.
+    """
+
+    def __init__(self, setup: AttentionSetup, launches: list[_Launch], words: Tensor, block_table: Tensor) -> None:
+        self._setup, self._launches, self._table = setup, launches, block_table
+        self._counts = words[:HEADER].view(-1, 4)
+        self._lists: list[tuple[Tensor, Tensor]] = []
+        self._partials: list[tuple[Tensor, Tensor]] = []
+        at = HEADER
+        for launch in launches:
+            middle, stop = at + launch.items.size, at + launch.items.size + launch.merges.size
+            self._lists.append((words[at:middle], words[middle:stop]))
+            at = stop
+            parts = (launch.slots, setup.heads.kv, launch.block_m)
+            partials = torch.empty(*parts, setup.heads.dim, dtype=torch.float32, device=words.device)
+            self._partials.append((partials, torch.empty(parts, dtype=torch.float32, device=words.device)))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, heads, head_dim]; k, v [blocks, page_size, kv_heads, head_dim]. Returns [n, heads * head_dim]."""
+        out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+        for i in range(len(self._launches)):
+            self._run(i, q, k, v, out)
+        return out
+
+    def _run(self, i: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Fill the part of `out` [n, heads * head_dim] that the work of launch `i` names."""
+        setup, launch, tile = self._setup, self._launches[i], self._launches[i].tile
+        (items, merges), (partials, stats), counts = self._lists[i], self._partials[i], self._counts[i]
+        heads, dependent = setup.heads, {"PDL": setup.pdl, "launch_pdl": setup.pdl}
+        sizes = {"HEADS": heads.count, "KV_HEADS": heads.kv, "DIM": heads.dim, "BLOCK_M": launch.block_m}
+        if setup.prefill is not None and tile is hopper_prefill.TILE:
+            setup.prefill.run(q, k, v, out, items, counts, self._table, partials, stats)
+        else:
+            paged_attention_kernel[(len(launch.items) * heads.kv,)](
+                q, k, v, out, partials, stats, items, counts,
+                self._table, self._table.stride(0), q.stride(0), heads.scale * math.log2(math.e),
+                **sizes, PAGE=setup.page_size, BLOCK_N=tile.block_n,
+                PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+                num_warps=tile.warps, num_stages=tile.stages, **dependent,
+            )  # fmt: skip
+        if len(launch.merges):
+            merge_partials_kernel[(len(launch.merges) * heads.count,)](
+                partials, stats, out, merges, counts, **sizes, num_warps=2, **dependent
+            )
+
+
+def _padded(rows: NDArray[np.int32], length: int) -> NDArray[np.int32]:
+    padded = np.zeros((length, rows.shape[1]), dtype=np.int32)
+    padded[: len(rows)] = rows
+    return padded
