@@ -87,6 +87,12 @@ class RequestAbortedError(RequestFailedError):
     code = "aborted"
 
 
+class OverloadedError(RequestFailedError):
+    """There was no room for the request in time; sent again later, it may be answered."""
+
+    code = "over_capacity"
+
+
 class EngineDeadError(CoreLLMError):
     """The engine or one of its workers died, hung or was stopped while requests were open."""
 

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import Empty, PriorityQueue, SimpleQueue
 
 import zmq
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -27,12 +27,20 @@ from corellm.comms.messages import I32
 from corellm.device import cpu_count
 from corellm.engine.grammar import compile_grammar, next_masks, refused
 from corellm.engine.schema_check import check_schema
-from corellm.engine.sequence import Sequence
-from corellm.errors import CheckpointError, CoreLLMError, EngineDeadError, InvalidRequestError, RequestFailedError
+from corellm.engine.sequence import Order, Sequence
+from corellm.errors import (
+    CheckpointError,
+    CoreLLMError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+)
 from corellm.sampling_params import JsonConstraint
 
 COMPILE_THREADS = 2
 COMPILE_S = 10.0  # from a request's arrival, those before it included
+BATCH_COMPILE_S = 600.0  # of a batch, whose every row may bring a schema of its own, and where nobody waits
 MASKS_AT_ONCE = 256
 MASK_THREADS = 8
 KEPT = 64  # compiled grammars, and refused schemas, remembered for whoever sends them again
@@ -70,8 +78,8 @@ class Constraints:
         self._known: OrderedDict[JsonConstraint, _Compiled | CoreLLMError] = OrderedDict()
         self._waiting: dict[JsonConstraint, _Waiting] = {}
         self._verdicts: list[Verdict] = []  # those that need no thread
-        # None ends the thread that takes it.
-        self._schemas: SimpleQueue[JsonConstraint | None] = SimpleQueue()
+        # None ends the thread that takes it. Schemas go by priority class and arrival, as their sequences do.
+        self._schemas: PriorityQueue[tuple[Order, JsonConstraint | None]] = PriorityQueue()
         self._tokens: SimpleQueue[tuple[Sequence, int] | None] = SimpleQueue()
         self._done: deque[Verdict | tuple[JsonConstraint, _Compiled | CoreLLMError]] = deque()
         self._failure: BaseException | None = None
@@ -94,8 +102,9 @@ class Constraints:
         elif (waiting := self._waiting.get(constraint)) is not None:
             waiting.sequences.append(sequence)
         else:
-            self._waiting[constraint] = _Waiting(time.monotonic() + COMPILE_S, [sequence])
-            self._schemas.put(constraint)
+            patience = BATCH_COMPILE_S if sequence.order[0] else COMPILE_S
+            self._waiting[constraint] = _Waiting(time.monotonic() + patience, [sequence])
+            self._schemas.put((sequence.order, constraint))
 
     def advance(self, sequence: Sequence, token: int) -> None:
         """Its next token is known: a verdict follows."""
@@ -126,8 +135,8 @@ class Constraints:
     def close(self) -> None:
         """Let the threads end once they are done with what they are at."""
         self._tokens.put(None)
-        for _ in range(COMPILE_THREADS):
-            self._schemas.put(None)
+        for number in range(COMPILE_THREADS):
+            self._schemas.put(((-1, number), None))  # before any schema
 
     # ---- in the loop's thread -------------------------------------------------------------------------------------
 
@@ -139,9 +148,10 @@ class Constraints:
         self._verdicts.append(Verdict(sequence, mask=known.mask))
 
     def _settle(self, constraint: JsonConstraint, compiled: _Compiled | CoreLLMError) -> None:
-        self._known[constraint] = compiled
-        if len(self._known) > KEPT:
-            self._known.popitem(last=False)
+        if not isinstance(compiled, OverloadedError):  # that says nothing of the schema
+            self._known[constraint] = compiled
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
         waiting = self._waiting.pop(constraint, None)
         for sequence in waiting.sequences if waiting is not None else ():
             self._begin(sequence, compiled)
@@ -149,7 +159,10 @@ class Constraints:
     def _expire(self) -> None:
         now = time.monotonic()
         for constraint in [constraint for constraint, waiting in self._waiting.items() if waiting.deadline < now]:
-            error = refused(constraint, f"the engine is busy with others and did not come to it in {COMPILE_S:.0f} s")
+            error = OverloadedError(
+                f"the JSON schema of {constraint.param} was not compiled in time, because of others before it; "
+                "try again later"
+            )
             for sequence in self._waiting.pop(constraint).sequences:
                 self._verdicts.append(Verdict(sequence, error=error))
 
@@ -171,7 +184,7 @@ class Constraints:
             self._vocabulary.set_exception(CheckpointError(f"the model's vocabulary cannot be used: {error}"))
 
     def _compile_schemas(self) -> None:
-        while (constraint := self._schemas.get()) is not None:
+        while (constraint := self._schemas.get()[1]) is not None:
             if constraint not in self._waiting:
                 continue  # whoever asked for it has been refused for want of time
             self._done.append((constraint, self._compile(constraint)))
@@ -183,6 +196,8 @@ class Constraints:
             matcher = compile_grammar(self._vocabulary.result(), constraint)
             mask = next_masks(self._executor, [matcher], self._vocab)[0]
             return refused(constraint, matcher.get_error()) if matcher.is_error() else _Compiled(matcher, mask)
+        except OverloadedError as error:
+            return error
         except CoreLLMError as error:
             return InvalidRequestError(error.message, constraint.param)
 
@@ -209,7 +224,7 @@ class Constraints:
         masks = next_masks(self._executor, [matcher for _, matcher in going], self._vocab) if going else []
         for (sequence, matcher), mask in zip(going, masks, strict=True):
             if matcher.is_error():
-                yield Verdict(sequence, error=RequestFailedError(_COMPLEX))
+                yield Verdict(sequence, error=refused(_of(sequence), _COMPLEX))
             else:
                 yield Verdict(sequence, mask=None if matcher.is_stopped() else mask)
 
@@ -221,4 +236,4 @@ def _of(sequence: Sequence) -> JsonConstraint:
 
 
 _LOST = "a token came that the request's JSON schema does not allow here"
-_COMPLEX = "the request's JSON schema became too complex to follow; make it simpler"
+_COMPLEX = "it became too complex to follow; make it simpler"

@@ -16,11 +16,11 @@ import msgspec
 from llguidance import LLExecutor
 
 from corellm.engine.grammar import compile_grammar, make_vocabulary, next_masks, refused
-from corellm.errors import InvalidRequestError
+from corellm.errors import InvalidRequestError, OverloadedError
 from corellm.sampling_params import JsonConstraint
 
 CPU_S = 1  # of which Python's own start takes a tenth
-WALL_S = 5.0  # on a machine that is busy with other things
+WALL_S = 5.0  # in which a machine that is busy with other things may not give it that second
 MEMORY = 1 << 30
 _REFUSED = 3  # exit code; the reason is on standard output
 _BYTES = 256
@@ -30,7 +30,7 @@ _ONE_THREAD = dict.fromkeys(("RAYON_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_N
 def check_schema(constraint: JsonConstraint) -> None:
     """Wait until the schema is known to compile in bounded time and memory.
 
-    Raises `InvalidRequestError`.
+    Raises `InvalidRequestError`, `OverloadedError` when the machine is too busy to tell.
     """
     command = [sys.executable, "-m", "corellm.engine.schema_check"]
     try:
@@ -38,8 +38,10 @@ def check_schema(constraint: JsonConstraint) -> None:
             command, input=msgspec.json.encode(constraint), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             timeout=WALL_S, check=False, env={**os.environ, **_ONE_THREAD},
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise refused(constraint, f"it does not compile within {WALL_S:.0f} s; make it simpler") from None
+    except (subprocess.TimeoutExpired, OSError):
+        raise OverloadedError(
+            f"the JSON schema of {constraint.param} could not be tried out: the machine is busy; try again later"
+        ) from None
     if done.returncode == _REFUSED:
         raise InvalidRequestError(done.stdout.decode("utf-8", "replace"), constraint.param)
     if done.returncode:

@@ -13,6 +13,7 @@ from corellm.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
+    OverloadedError,
     PromptTooLongError,
 )
 from corellm.openai_api.fields import Endpoint
@@ -48,6 +49,7 @@ class Head:
 _STATUSES: tuple[tuple[type[CoreLLMError], int, str], ...] = (
     (InvalidRequestError, 400, "invalid_request_error"),
     (ModelNotFoundError, 404, "invalid_request_error"),
+    (OverloadedError, 429, "rate_limit_error"),
     (EngineDeadError, 503, "service_unavailable_error"),
     (CoreLLMError, 500, "server_error"),
 )

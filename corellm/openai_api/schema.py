@@ -37,18 +37,41 @@ _PART: Schema = {
     "properties": {"type": {"const": "text"}, "text": _TEXT},
     "required": ["type", "text"],
 }
-_MESSAGES: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool", "ipython"]},
-            "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART}]},
+_CONTENT: Schema = {"anyOf": [_TEXT, {"type": "array", "items": _PART}]}
+_CALL: Schema = {
+    "type": "object",
+    "properties": {
+        "id": _TEXT,
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": _TEXT,
+                "arguments": {"type": ["string", "object"], "contentMediaType": "application/json"},
+            },
+            "required": ["name"],
         },
-        "required": ["role", "content"],
     },
+    "required": ["function"],
 }
+_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "ipython"]},
+        "content": _CONTENT,
+    },
+    "required": ["role", "content"],
+}
+_CALLING_MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"const": "assistant"},
+        "content": {"anyOf": [_CONTENT, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": _CALL, "minItems": 1},
+    },
+    "required": ["role", "tool_calls"],
+}
+_MESSAGES: Schema = {"type": "array", "minItems": 1, "items": {"anyOf": [_MESSAGE, _CALLING_MESSAGE]}}
 
 _JSON_SCHEMA: Schema = {"type": "object"}
 _RESPONSE_FORMAT: Schema = {
@@ -68,6 +91,10 @@ _RESPONSE_FORMAT: Schema = {
         },
     ]
 }
+_PARAMETERS: Schema = {
+    "type": ["object", "null"],
+    "properties": {"type": {"anyOf": [{"const": "object"}, {"type": "array", "contains": {"const": "object"}}]}},
+}
 _FUNCTION: Schema = {
     "type": "object",
     "properties": {
@@ -77,7 +104,7 @@ _FUNCTION: Schema = {
             "properties": {
                 "name": {"type": "string", "pattern": f"^{TOOL_NAME}$"},
                 "description": {},
-                "parameters": {"type": ["object", "null"]},
+                "parameters": _PARAMETERS,
                 "strict": {"type": ["boolean", "null"]},
             },
             "required": ["name"],

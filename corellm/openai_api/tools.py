@@ -97,12 +97,20 @@ def tools(name: str, value: Any) -> list[Mapping[str, Any]]:
             raise InvalidRequestError(f"{path} is {shown(called)} again; each tool needs its own name", path)
         seen.add(called)
         parameters = tool.get("function", {}).get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            refuse(f"{name}[{index}].function.parameters", parameters, "a JSON schema, which is an object")
-        check_depth(f"{name}[{index}].function.parameters", parameters)
+        if parameters is not None:
+            _check_parameters(f"{name}[{index}].function.parameters", parameters)
         if (strict := tool.get("function", {}).get("strict")) is not None:
             boolean(f"{name}[{index}].function.strict", strict)
     return definitions
+
+
+def _check_parameters(path: str, parameters: Any) -> None:
+    if not isinstance(parameters, dict):
+        refuse(path, parameters, "a JSON schema, which is an object")
+    check_depth(path, parameters)
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        refuse(f"{path}.type", kind, '"object", since a call gives its arguments by name')
 
 
 def tool_choice(name: str, value: Any) -> str | tuple[str]:
@@ -152,9 +160,9 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 def _schema(calls: Sequence[Mapping[str, Any]], otherwise: JsonConstraint | None) -> str:
     """One JSON schema for a call in Llama 3.1's form, or for what `otherwise` asks for."""
-    alternatives = [_call_schema(call, f"#/$defs/{index}") for index, call in enumerate(calls)]
+    alternatives = [_call_schema(call, number) for number, call in enumerate(calls)]
     if otherwise is not None:
-        alternatives.append(_moved(json.loads(otherwise.schema), f"#/$defs/{len(calls)}"))
+        alternatives.append(_embedded(json.loads(otherwise.schema), len(calls)))
     numbers = range(len(alternatives))
     return json.dumps(
         {
@@ -164,26 +172,18 @@ def _schema(calls: Sequence[Mapping[str, Any]], otherwise: JsonConstraint | None
     )
 
 
-def _call_schema(function: Mapping[str, Any], root: str) -> Schema:
+def _call_schema(function: Mapping[str, Any], number: int) -> Schema:
     parameters = function.get("parameters")
+    # Without a type, JSON schema would allow any value: a call's arguments are always an object.
+    held = _NO_PARAMETERS if parameters is None else {**_embedded(parameters, number), "type": "object"}
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "parameters": _NO_PARAMETERS if parameters is None else _moved(parameters, f"{root}/properties/parameters"),
-        },
+        "properties": {"name": {"const": function["name"]}, "parameters": held},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
 
 
-def _moved(value: Any, root: str) -> Any:
-    """A schema, or a part of one, whose references to its own parts are right when it stands at `root`."""
-    if isinstance(value, dict):
-        return {
-            key: f"{root}{entry[1:]}"
-            if key == "$ref" and isinstance(entry, str) and entry.startswith("#")
-            else _moved(entry, root)
-            for key, entry in value.items()
-        }
-    return [_moved(entry, root) for entry in value] if isinstance(value, list) else value
+def _embedded(schema: Mapping[str, Any], number: int) -> Schema:
+    """A schema as a part of another. Its references are to parts of itself, and an id of its own keeps them so."""
+    return {**schema, "$id": f"urn:corellm:{number}"}

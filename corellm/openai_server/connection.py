@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from corellm.openai_server.errors import INTERNAL, HttpError
+from corellm.openai_server.observe import SERVER
 
 SWEEP_S = 0.5
 
@@ -54,7 +55,10 @@ class HttpProtocol(web.RequestHandler):
             log.error("a request from %s failed", request.remote, exc_info=exc)
             found = INTERNAL
         response = web.Response(
-            body=msgspec.json.encode(found.body), status=found.status, content_type="application/json"
+            body=msgspec.json.encode(found.body),
+            status=found.status,
+            headers={"Server": SERVER},
+            content_type="application/json",
         )
         response.force_close()
         return response

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from corellm.errors import CoreLLMError, RequestAbortedError
+from corellm.errors import CoreLLMError, OverloadedError, RequestAbortedError
 from corellm.openai_api.responses import error_body, error_status
 
 RETRY_S = 1  # what `Retry-After` says; official clients wait so long and try again
@@ -40,7 +40,7 @@ def body_too_large(limit: int) -> HttpError:
 
 
 def over_capacity(message: str) -> HttpError:
-    return HttpError(429, message, type="rate_limit_error", code="over_capacity", headers=_RETRY)
+    return HttpError(429, message, type="rate_limit_error", code=OverloadedError.code, headers=_RETRY)
 
 
 def unavailable(message: str, code: str) -> HttpError:
@@ -56,6 +56,8 @@ def as_http(error: Exception) -> HttpError | None:
         return error
     if isinstance(error, RequestAbortedError):  # nobody but a server that stops aborts what a client still waits for
         return unavailable("the server is stopping; the request was ended", "shutting_down")
+    if isinstance(error, OverloadedError):
+        return over_capacity(error.message)
     if isinstance(error, CoreLLMError):
         found = HttpError(error_status(error), error.message)
         found.body = error_body(error)

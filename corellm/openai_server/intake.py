@@ -22,6 +22,7 @@ from corellm.openai_server.errors import HttpError, body_too_large, over_capacit
 
 INLINE_BYTES = 8 << 10  # bodies up to here cost less than a change of thread
 HELD_BYTES = 256 << 20
+WORK_S = 60.0  # for a body to be parsed and tokenised, those before it included: megabytes of text take many seconds
 THREADS = 2  # tokenizers let the interpreter go, parsing does not: more would only keep the event loop waiting
 
 T = TypeVar("T")
@@ -96,10 +97,9 @@ class Intake:
             raise body_too_large(self.max_body)
         if length is not None and length <= INLINE_BYTES:
             return work(_parse(await self._read(request)))
-        loop = asyncio.get_running_loop()
         async with self._room(length or self.max_body):
             data = await self._read(request)
-            return await loop.run_in_executor(self.threads, lambda: work(_parse(data)))
+            return await self._in_thread(lambda: work(_parse(data)))
 
     @contextlib.asynccontextmanager
     async def _room(self, size: int) -> AsyncIterator[None]:
@@ -108,8 +108,16 @@ class Intake:
                 async with asyncio.timeout(self.body_s):
                     await held.enter_async_context(self.budget.hold(size))
             except TimeoutError:
-                raise over_capacity("too many long requests are being read; try again later") from None
+                raise _too_many() from None
             yield
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(WORK_S):
+                return await loop.run_in_executor(self.threads, work)
+        except TimeoutError:
+            raise _too_many() from None
 
     async def _read(self, request: web.Request) -> bytes:
         try:
@@ -126,6 +134,10 @@ class Intake:
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _too_many() -> HttpError:
+    return over_capacity("too many long requests are being read; try again later")
 
 
 def _check_type(request: web.Request) -> None:

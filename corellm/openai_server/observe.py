@@ -16,6 +16,7 @@ from corellm.openai_server.errors import INTERNAL, HttpError, as_http
 from corellm.openai_server.metrics import Metrics
 from corellm.text_engine import Completion
 
+SERVER = "corellm"  # the header of that name: no versions in it
 CLIENT_LEFT = 499  # nginx's own status for it
 
 _REQUEST_ID = web.RequestKey("request_id", str)
@@ -47,8 +48,8 @@ class Observer:
         request[_ERROR] = self._explain(request, error).body["error"]["code"] or "error"
 
     async def sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Put the request's id on a response that is about to begin, and no version of what serves it."""
-        response.headers["Server"] = "corellm"
+        """Put the request's id on a response that is about to begin, and who serves it."""
+        response.headers["Server"] = SERVER
         if (name := request.get(_REQUEST_ID)) is not None:
             response.headers["X-Request-Id"] = name
 

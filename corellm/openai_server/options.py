@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from corellm.errors import OptionError
 
 LOG_FORMATS = ("text", "json")
+_ORIGIN = re.compile(r"https?://[^/\s]+")  # as browsers send it: any path, and be it a slash, would never match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class ServerOptions:
         if "" in self.served_model_names:
             raise OptionError("--served-model-name is empty; give a name")
         for origin in self.cors_origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise OptionError(f"--cors-origin is {origin!r}; give an origin such as https://example.org, or *")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise OptionError("--tls-cert and --tls-key go together; give both or neither")
@@ -78,14 +80,19 @@ def is_loopback(host: str) -> bool:
 def read_keys(path: str) -> tuple[str, ...]:
     """The keys of a file, one a line. Raises `OptionError`."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split()
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"--api-key-file {path} cannot be read: {error}; give a file with a key on each line"
         ) from None
-    if not lines:
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
         raise OptionError(f"--api-key-file {path} holds no key; write one on each line")
-    return tuple(lines)
+    if any(" " in key for key in keys):  # of a comment, every word would be a key
+        raise OptionError(
+            f"--api-key-file {path} has a line with a space in it; write one key on each line, and no more"
+        )
+    return keys
 
 
 def _check_range(flag: str, value: float, low: float, high: float) -> None:

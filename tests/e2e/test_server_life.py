@@ -13,6 +13,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     make_tiny_llama(path, max_positions=4096)
     write_byte_tokenizer(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    """A server with three API workers and three keys, for tests that let it live."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "keys").write_text("from-file\nsecond\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORELLM_API_KEY", "from-environment")
+        server = ServeProcess(folder, tiny, "--api-key-file", str(folder / "keys"), "--api-workers", "3")
+    server.headers = {"Authorization": "Bearer second"}
+    try:
+        server.start()
+        _wait_for_workers(server, 3)
+        yield server
+    finally:
+        server.stop()
 
 
 class Stream:
@@ -59,10 +77,8 @@ class Stream:
 
 
 def post(server: ServeProcess, body: dict[str, Any]) -> int:
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    return _status(request)
+    headers = {"Content-Type": "application/json", **server.headers}
+    return _status(urllib.request.Request(f"{server.url}/v1/completions", json.dumps(body).encode(), headers))
 
 
 def _status(request: urllib.request.Request) -> int:
@@ -75,15 +91,17 @@ def _status(request: urllib.request.Request) -> int:
 
 
 def test_sigterm_answers_what_is_open_and_takes_nothing_new(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny) as server:
-        stream = Stream(server, {**LONG, "max_tokens": 400})
-        assert stream.event()
+    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+        _wait_for_workers(server, 2)
+        streams = [Stream(server, {**LONG, "max_tokens": 400}) for _ in range(4)]
+        assert all(stream.event() for stream in streams)
         os.kill(server.pid, signal.SIGTERM)
         time.sleep(0.2)
-        assert post(server, {"prompt": [1]}) == 503
-        events = stream.rest()
-        assert events[-1] == "[DONE]"
-        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert [post(server, {"prompt": [1]}) for _ in range(4)] == [503] * 4
+        for stream in streams:
+            events = stream.rest()
+            assert events[-1] == "[DONE]"
+            assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert server.wait(10) == 0
         wait_until_gone(server.run_root, 2)
 
@@ -102,19 +120,25 @@ def test_a_signal_to_every_process_drains_too(tiny: str, tmp_path: Path) -> None
         wait_until_gone(server.run_root, 2)
 
 
-@pytest.mark.parametrize("grace", ["0.3", "60"])
-def test_the_grace_and_a_second_signal_end_it(tiny: str, tmp_path: Path, grace: str) -> None:
-    with serving(tmp_path, tiny, "--shutdown-grace", grace, "--api-workers", "2" if grace == "60" else "1") as server:
+@pytest.mark.parametrize(
+    ("grace", "workers", "signals", "code"),
+    [("0.3", "1", [signal.SIGINT], 130), ("60", "2", [signal.SIGTERM] * 2, 0)],
+    ids=["one and the grace", "two"],
+)
+def test_the_grace_and_a_second_signal_end_it(
+    tiny: str, tmp_path: Path, grace: str, workers: str, signals: list[signal.Signals], code: int
+) -> None:
+    """Ctrl-C as well as SIGTERM, which the exit code tells apart."""
+    with serving(tmp_path, tiny, "--shutdown-grace", grace, "--api-workers", workers) as server:
         stream = Stream(server, {**LONG, "n": 8})
         assert stream.event()
         began = time.monotonic()
-        os.kill(server.pid, signal.SIGTERM)
-        if grace == "60":
+        for number in signals:
+            os.kill(server.pid, number)
             time.sleep(0.2)
-            os.kill(server.pid, signal.SIGTERM)
         last = stream.rest()[-1]
         assert json.loads(last)["error"]["code"] == "shutting_down"
-        assert server.wait(10) == 0
+        assert server.wait(10) == code
         assert time.monotonic() - began < 5
         wait_until_gone(server.run_root, 2)
 
@@ -144,12 +168,6 @@ def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(tiny: str, 
         server.stop()
 
 
-def test_ctrl_c_is_told_by_the_exit_code(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny) as server:
-        os.kill(server.pid, signal.SIGINT)
-        assert server.wait(10) == 130
-
-
 @pytest.mark.parametrize(("victim", "workers"), [("corellm.engine", "2"), ("corellm.worker", "1")])
 def test_death_is_told_to_every_stream_and_by_the_exit_code(
     tiny: str, tmp_path: Path, victim: str, workers: str
@@ -172,19 +190,13 @@ def test_death_is_told_to_every_stream_and_by_the_exit_code(
         wait_until_gone(server.run_root, 3)
 
 
-def test_api_workers_share_port_engine_and_metrics(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny, "--api-workers", "3") as server:
-        _wait_for_workers(server, 3)
-        for _ in range(40):
-            assert post(server, {"prompt": [1, 2], "max_tokens": 2}) == 200
-        assert server.metric("request_success_total") == 40
-        assert server.metric("time_to_first_token_seconds_count") == 40
-        assert list(engine_processes(server.run_root).values()).count("corellm.engine") == 1
-        stream = Stream(server, {**LONG, "max_tokens": 300})
-        os.kill(server.pid, signal.SIGTERM)
-        assert stream.rest()[-1] == "[DONE]"
-        assert server.wait(10) == 0
-        wait_until_gone(server.run_root, 2)
+def test_api_workers_share_port_engine_and_metrics(shared: ServeProcess) -> None:
+    for _ in range(40):
+        assert post(shared, {"prompt": [1, 2], "max_tokens": 2}) == 200
+    assert shared.metric("request_success_total") == 40
+    assert shared.metric("time_to_first_token_seconds_count") == 40
+    names = list(engine_processes(shared.run_root).values())
+    assert (names.count("corellm.engine"), names.count("corellm.openai_server")) == (1, 2)
 
 
 def test_the_death_of_an_api_worker_ends_the_server(tiny: str, tmp_path: Path) -> None:
@@ -217,32 +229,24 @@ def refused(*options: str, code: int) -> str:
     return done.stderr
 
 
-def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny) as server:
-        port = str(urlsplit(server.url).port)
-        for workers in ("1", "2"):
-            said = refused("--model", "/nowhere", "--port", port, "--api-workers", workers, code=1)
-            assert "Address already in use" in said
+def test_a_port_that_is_taken_is_said_before_the_model_is_looked_for(shared: ServeProcess) -> None:
+    port = str(urlsplit(shared.url).port)
+    for workers in ("1", "2"):
+        said = refused("--model", "/nowhere", "--port", port, "--api-workers", workers, code=1)
+        assert "Address already in use" in said
 
 
 def test_what_others_could_reach_needs_a_key() -> None:
     assert "--insecure" in refused("--model", "demo", "--host", "0.0.0.0", code=2)
 
 
-def test_keys_from_a_file_and_the_environment(tiny: str, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("from-file\nsecond\n")
-    os.environ["CORELLM_API_KEY"] = "from-environment"
-    try:
-        with serving(tmp_path, tiny, "--api-key-file", str(keys), "--api-workers", "2") as server:
-            for key, status in (("from-file", 200), ("second", 200), ("from-environment", 200), ("other", 401)):
-                request = urllib.request.Request(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-                assert _status(request) == status
-            assert "from-file" not in server.stderr
-            arguments = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engine_processes(server.run_root)]
-            assert not any(b"from-" in words for words in arguments)
-    finally:
-        del os.environ["CORELLM_API_KEY"]
+def test_keys_from_a_file_and_the_environment(shared: ServeProcess) -> None:
+    for key, status in (("from-file", 200), ("second", 200), ("from-environment", 200), ("other", 401)):
+        request = urllib.request.Request(f"{shared.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert [_status(request) for _ in range(4)] == [status] * 4  # each API worker has its turn, most likely
+    assert "from-file" not in shared.stderr
+    arguments = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engine_processes(shared.run_root)]
+    assert not any(b"from-" in words for words in arguments)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

@@ -23,6 +23,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 
+from corellm.openai_server.options import Deadlines
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.request_fuzz import hostile_request
 from tests.support.serve_process import ServeProcess, serving
@@ -34,15 +35,12 @@ STALLED = int(os.environ.get("CORELLM_STALLED", "20"))
 FUZZED = int(os.environ.get("CORELLM_FUZZ", "1500"))
 EXAMPLES = max(FUZZED // 100, 5)  # of schemathesis, for each operation
 AT_ONCE = 64  # requests that the client has open
+PROMPTS = 20  # different ones among the streams
+
+DEADLINES = Deadlines(header_s=3, body_s=4, write_s=3)  # a fraction of the usual ones
 
 COMPLETIONS = "/v1/completions"
 MEBIBYTE = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[ServeProcess]:
-    with serving(tmp_path_factory.mktemp("demo"), "demo") as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(folder, max_positions=1024)
     write_byte_tokenizer(folder)
-    with serving(tmp_path_factory.mktemp("serve"), str(folder)) as process:
+    with serving(tmp_path_factory.mktemp("serve"), str(folder), deadlines=DEADLINES) as process:
         yield process
 
 
@@ -97,21 +95,21 @@ def open_files(server: ServeProcess) -> int:
     return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
-def test_concurrent_streams_equal_the_sequential_text(demo: ServeProcess) -> None:
+def test_concurrent_streams_equal_the_sequential_text(demo_server: ServeProcess) -> None:
     bodies = [
-        {"prompt": f"Question {number % 50}: name a colour. Answer:", "max_tokens": 4, "temperature": 0}
+        {"prompt": f"Question {number % PROMPTS}: name a colour. Answer:", "max_tokens": 4, "temperature": 0}
         for number in range(STREAMS)
     ]
 
     async def work() -> None:
-        async with session(demo, limit=0) as http:
-            expected = [await streamed(http, body) for body in bodies[:50]]
+        async with session(demo_server, limit=0) as http:
+            expected = [await streamed(http, body) for body in bodies[:PROMPTS]]
             texts = await asyncio.gather(*(streamed(http, body) for body in bodies))
-        assert texts == [expected[number % 50] for number in range(STREAMS)]
+        assert texts == [expected[number % PROMPTS] for number in range(STREAMS)]
         assert len(set(expected)) > 1
 
     asyncio.run(work())
-    wait_for_free_blocks(demo)
+    wait_for_free_blocks(demo_server)
 
 
 def test_clients_that_hang_up_leave_nothing_behind(tiny: ServeProcess) -> None:
@@ -155,32 +153,27 @@ STALLS = {
     "body": f"{HEAD}1000\r\n\r\n{{",
     "reader": f"{HEAD}{len(TALKATIVE)}\r\n\r\n{TALKATIVE}",
 }
-DEADLINES_S = {"silent": 15, "head": 15, "body": 30, "reader": 20}
 SLACK_S = 15  # for a loaded machine, and for readers the time until their buffers are full
 
 
 def test_stalled_sockets_are_closed_on_time_while_others_are_served(tiny: ServeProcess) -> None:
     files = open_files(tiny)
-    stalled: dict[str, list[socket.socket]] = {kind: [] for kind in STALLS}
-    host, port = urlsplit(tiny.url).hostname, urlsplit(tiny.url).port
-    for kind, sent in STALLS.items():
-        for _ in range(STALLED):
-            client = socket.socket()
+    address = (urlsplit(tiny.url).hostname, urlsplit(tiny.url).port)
+    with contextlib.ExitStack() as clients:
+        for sent in [sent for sent in STALLS.values() for _ in range(STALLED)]:
+            client = clients.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((host, port))
+            client.connect(address)
             client.sendall(sent.encode())
-            stalled[kind].append(client)
-    began = time.monotonic()
-    assert open_files(tiny) >= files + len(STALLS)
-    limit = began + max(DEADLINES_S.values()) + SLACK_S + STALLED / 10
-    while open_files(tiny) > files + 1:
-        assert tiny.is_healthy()
-        assert asyncio.run(_answer(tiny)) == 200
-        assert time.monotonic() < limit, f"{open_files(tiny) - files} stalled sockets are open still"
-        time.sleep(0.2)
-    for clients in stalled.values():
-        for client in clients:
-            client.close()
+        began = time.monotonic()
+        while open_files(tiny) < files + len(STALLS):
+            assert time.monotonic() < began + DEADLINES.header_s
+        limit = began + DEADLINES.body_s + SLACK_S + STALLED / 10
+        while open_files(tiny) > files + 1:
+            assert tiny.is_healthy()
+            assert asyncio.run(_answer(tiny)) == 200
+            assert time.monotonic() < limit, f"{open_files(tiny) - files} stalled sockets are open still"
+            time.sleep(0.2)
     wait_for_free_blocks(tiny)
 
 

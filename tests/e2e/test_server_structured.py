@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.support.serve_process import ServeProcess, serving
+from tests.support.serve_process import ServeProcess
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo, in C?"}]
 WEATHER: dict[str, Any] = {
@@ -43,16 +42,8 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
-    with serving(
-        tmp_path_factory.mktemp("structured"), str(demo_model), "--max-model-len", "1024", "--served-model-name", "demo"
-    ) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(server: ServeProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
+def client(demo_server: ServeProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo_server.url}/v1", api_key="none", max_retries=0, timeout=60) as found:
         yield found
 
 

@@ -6,19 +6,23 @@ What an answer must be is judged by Python's own JSON reader, not by the grammar
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from llguidance import LLParserLimits
 
 from corellm.comms.messages import Sampling
 from corellm.engine import constraints as constraints_module
+from corellm.engine import grammar as grammar_module
 from corellm.engine.engine_client import EngineClient
 from corellm.engine.token_stream import TokenStream
-from corellm.errors import CoreLLMError, InvalidRequestError
+from corellm.errors import CoreLLMError, InvalidRequestError, OverloadedError
 from corellm.sampling_params import JsonConstraint
 from tests.support.fake_engine import END, EngineThread, fake_engine
 
@@ -170,6 +174,7 @@ def test_several_values_are_parted_by_the_separator(engine: EngineThread) -> Non
         ('{"items":' * 5000 + "{}" + "}" * 5000, "nested too deeply"),
         (json.dumps(HOSTILE), "make it simpler"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_schema_that_cannot_be_used_is_refused_in_one_line(engine: EngineThread, schema: str, says: str) -> None:
     async def work(client: EngineClient) -> CoreLLMError:
@@ -256,10 +261,73 @@ def test_a_request_that_waits_too_long_for_its_schema_is_refused(
     monkeypatch.setattr(constraints_module, "COMPILE_S", 0.0)
 
     async def work(client: EngineClient) -> None:
-        with pytest.raises(InvalidRequestError, match="busy"):
+        with pytest.raises(OverloadedError, match="not compiled in time"):
             await answer(ask(client, constraint({"enum": [1]})))
 
     run(engine, work)
+
+
+def test_a_batch_of_many_schemas_waits_its_turn_and_lets_others_pass(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints_module, "COMPILE_S", 0.3)
+    monkeypatch.setattr(constraints_module, "check_schema", lambda constraint: time.sleep(0.05))
+    ended: list[int] = []
+
+    async def one(client: EngineClient, number: int, priority: int) -> None:
+        sampling = Sampling(max_tokens=20, stop_ids=(END,))
+        limit = constraint({"enum": [number]})
+        stream = client.submit([1], sampling, priority=priority, constraint=limit)
+        assert (await answer(stream))[0] == str(number).encode()
+        ended.append(number)
+
+    async def work(client: EngineClient) -> None:
+        rows = [one(client, 100 + number, 1) for number in range(30)]
+        await asyncio.gather(*rows, one(client, 7, 0))
+
+    run(engine, work)
+    assert len(ended) == 31
+    assert ended.index(7) < 15
+
+
+def _takes_too_long(command: list[str], **options: Any) -> NoReturn:
+    raise subprocess.TimeoutExpired(command, 0)
+
+
+def _cannot_start(command: list[str], **options: Any) -> NoReturn:
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("fails", [_takes_too_long, _cannot_start])
+def test_a_busy_machine_is_not_held_against_a_schema(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch, fails: Any
+) -> None:
+    async def work(client: EngineClient) -> tuple[bytes, str]:
+        limit = constraint({"enum": [1]})
+        with monkeypatch.context() as busy:
+            busy.setattr(subprocess, "run", fails)
+            with pytest.raises(OverloadedError, match="machine is busy"):
+                await answer(ask(client, limit))
+        return await answer(ask(client, limit))
+
+    assert run(engine, work) == (b"1", "stop")
+
+
+def test_a_schema_that_becomes_too_complex_is_the_requests_fault(
+    engine: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some alternatives multiply only as the answer is written."""
+    monkeypatch.setattr(grammar_module, "LIMITS", LLParserLimits(step_max_items=30))
+    monkeypatch.setattr(constraints_module, "check_schema", lambda constraint: None)
+    names = [f"field_{number}" for number in range(40)]
+    limit = constraint({"type": "object", "properties": dict.fromkeys(names, CITY), "required": names[:1]})
+
+    async def work(client: EngineClient) -> CoreLLMError:
+        with pytest.raises(InvalidRequestError) as caught:
+            await answer(ask(client, limit))
+        return caught.value
+
+    assert "too complex to follow" in run(engine, work).message
 
 
 def test_aborting_while_the_schema_is_tried_leaves_nothing(engine: EngineThread) -> None:

@@ -13,20 +13,39 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from corellm.openai_server.options import Deadlines
+
 CORELLM = str(Path(sys.executable).with_name("corellm"))
 START_S = 120
+# `corellm serve`, with deadlines that a test can wait for: they are no options of the command.
+IMPATIENT = """
+import sys
+from corellm.config import EngineOptions
+from corellm.openai_server.options import Deadlines, ServerOptions
+from corellm_cli.serve_run import run_serve
+model, header_s, body_s, write_s = sys.argv[1], *map(float, sys.argv[2:])
+deadlines = Deadlines(header_s=header_s, body_s=body_s, write_s=write_s)
+sys.exit(run_serve(ServerOptions(port=0, deadlines=deadlines), EngineOptions(model=model, device="cpu")))
+"""
 
 
 class ServeProcess:
-    """A running server. `folder` has its run folder (`corellm`) and what it wrote to stderr (`serve.err`)."""
+    """A running server. `folder` has its run folder (`corellm`) and what it wrote to stderr (`serve.err`).
 
-    def __init__(self, folder: Path, model: str, *options: str) -> None:
+    With `deadlines` it takes no options.
+    """
+
+    def __init__(self, folder: Path, model: str, *options: str, deadlines: Deadlines | None = None) -> None:
         self.folder = folder
         self.run_root = folder / "corellm"
         self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "NO_COLOR": "1"}
         self._words = [CORELLM, "serve", "--model", model, "--device", "cpu", "--port", "0", *options]
+        if deadlines is not None:
+            times = (deadlines.header_s, deadlines.body_s, deadlines.write_s)
+            self._words = [sys.executable, "-c", IMPATIENT, model, *map(str, times)]
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
+        self.headers: dict[str, str] = {}  # of our requests, such as a key
 
     @property
     def stderr(self) -> str:
@@ -67,7 +86,9 @@ class ServeProcess:
                 self.process.wait()
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url + path, headers=self.headers), timeout=10
+        ) as response:
             text: str = response.read().decode()
         return text
 
@@ -84,8 +105,9 @@ class ServeProcess:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: str, *options: str) -> Iterator[ServeProcess]:
-    server = ServeProcess(folder, model, *options)
+def serving(folder: Path, model: str, *options: str, deadlines: Deadlines | None = None) -> Iterator[ServeProcess]:
+    """A `ServeProcess` that has started."""
+    server = ServeProcess(folder, model, *options, deadlines=deadlines)
     try:
         server.start()
         yield server

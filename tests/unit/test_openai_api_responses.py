@@ -15,6 +15,7 @@ from corellm.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NumericalError,
+    OverloadedError,
     PromptTooLongError,
 )
 from corellm.openai_api.responses import Head, chat_body, completion_body, error_body, error_status, usage
@@ -129,6 +130,7 @@ def test_offsets_behind_a_cut_text_stay_inside_it() -> None:
         (PromptTooLongError("m", "messages"), 400, "invalid_request_error", "messages", "context_length_exceeded"),
         (ModelNotFoundError("m"), 404, "invalid_request_error", None, "model_not_found"),
         (NumericalError("m"), 500, "server_error", None, "nan_logits"),
+        (OverloadedError("m"), 429, "rate_limit_error", None, "over_capacity"),
         (EngineDeadError("m"), 503, "service_unavailable_error", None, "engine_dead"),
         (CoreLLMError("m"), 500, "server_error", None, "internal_error"),
     ],

@@ -12,6 +12,7 @@ from corellm.openai_api.fields import TABLES, Endpoint
 from corellm.openai_api.requests import parse_request
 from corellm.openai_api.schema import openapi, request_schema
 from corellm.openai_api.tokenize import parse_detokenize, parse_tokenize
+from corellm.text.chat_messages import parse_messages
 
 REQUIRED: dict[Endpoint, dict[str, Any]] = {
     Endpoint.CHAT: {"messages": [{"role": "user", "content": "x"}]},
@@ -40,6 +41,8 @@ VALUES: list[Any] = [
     [{"type": "function"}], [{"type": "function", "function": {"name": "f"}}],
     [{"type": "function", "function": {"name": "f", "strict": None, "parameters": {}}}],
     [{"type": "function", "function": {"name": "f", "parameters": []}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null", "object"]}}}],
     [{"type": "function", "function": {"name": "f f"}}], [{"type": "other", "function": {"name": "f"}}],
 ]  # fmt: skip
 
@@ -73,6 +76,40 @@ def test_a_field_is_described_as_it_is_checked(endpoint: Endpoint, name: str) ->
     if request_schema(endpoint)["properties"][name]:
         assert False in outcomes
     assert True in outcomes or name == "messages"
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "x"},
+        {"role": "developer", "content": [{"type": "text", "text": "x"}]},
+        {"role": "tool", "content": "x", "tool_call_id": "c1"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "tool_calls": [{"function": {}}]},
+        {"role": "user", "content": None, "tool_calls": [CALL]},
+        {"role": "user"},
+        {"role": "king", "content": "x"},
+        {"content": "x"},
+        {"role": "user", "content": [{"type": "image_url"}]},
+    ],
+)
+def test_a_message_is_described_as_prompts_take_it(message: dict[str, Any]) -> None:
+    validator = jsonschema_rs.Draft202012Validator(request_schema(Endpoint.CHAT))
+    try:
+        parse_messages([message])
+    except InvalidRequestError:
+        assert not validator.is_valid({"messages": [message]})
+    else:
+        assert validator.is_valid({"messages": [message]})
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))

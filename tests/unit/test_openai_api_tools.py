@@ -66,6 +66,8 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
         ([function("f g")], "tools[0].function.name"),
         ([function("")], "tools[0].function.name"),
         ([function("f", [])], "tools[0].function.parameters"),
+        ([function("f", {"type": "string"})], "tools[0].function.parameters.type"),
+        ([function("f", {"type": ["array", "null"]})], "tools[0].function.parameters.type"),
         ([function("f", strict=1)], "tools[0].function.strict"),
         ([function("f", json.loads('{"items":' * 101 + "{}" + "}" * 101))], "tools[0].function.parameters"),
     ],
@@ -140,6 +142,44 @@ def test_required_means_one_of_the_functions() -> None:
         assert not valid(other), other
     assert found is not None
     assert (found.separator, found.param, found.lenient) == ("; ", "tools", True)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"properties": {"city": {"type": "string"}}},
+        {"anyOf": [{"required": ["city"]}, {}]},
+        {"type": ["object", "null"]},
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(parameters: Any) -> None:
+    """A call with anything else would not be found in the answer."""
+    valid = schema_of(constraint(tools=[function("f", parameters)], tool_choice="required")).is_valid
+    assert valid(call("f", city="Rome"))
+    for other in (5, "Rome", [], None):
+        assert not valid({"name": "f", "parameters": other})
+
+
+def test_references_lead_to_parts_of_their_own_schema() -> None:
+    def held(kind: str) -> dict[str, Any]:
+        city = {"$anchor": "city", "type": kind}
+        properties = {"by_path": {"$ref": "#/$defs/city"}, "by_name": {"$ref": "#city"}, "inner": {"$ref": "#"}}
+        own = {"$id": "https://example.org/x", "$defs": {"city": city}, "additionalProperties": False}
+        return {"type": "object", "properties": properties, **own}
+
+    tools = [function("words", held("string")), function("numbers", held("integer"))]
+    wanted = {"type": "json_schema", "json_schema": {"schema": held("boolean")}}
+    valid = schema_of(constraint(tools=tools, response_format=wanted)).is_valid
+    for right, wrong, told in (
+        ("x", 1, lambda fields: call("words", **fields)),
+        (1, "x", lambda fields: call("numbers", **fields)),
+        (True, "x", lambda fields: fields),
+    ):
+        for place in ("by_path", "by_name"):
+            assert valid(told({place: right, "inner": {place: right}}))
+            assert not valid(told({place: wrong}))
+            assert not valid(told({"inner": {place: wrong}}))
 
 
 def test_a_named_function_is_the_only_one_and_called_once() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 
-from corellm.openai_server.intake import ByteBudget
+from corellm.openai_server import intake
+from corellm.openai_server.intake import INLINE_BYTES, ByteBudget
 from corellm.openai_server.options import Deadlines
 from tests.support.serving import Served, StreamingEngine, served, until
 
@@ -115,6 +117,31 @@ def test_a_slow_reader_gets_everything() -> None:
         assert size > 3 * 200 * 100_000
 
     run(test, Talkative)
+
+
+class Ponderous(StreamingEngine):
+    """Tokenises as slowly as megabytes of text do."""
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if len(prompt) > INLINE_BYTES:
+            time.sleep(1.0)
+        return super().encode_prompt(prompt)
+
+
+def test_long_requests_are_refused_when_those_before_them_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "WORK_S", 0.2)
+
+    async def test(server: Served) -> None:
+        long = {"prompt": "x" * 2 * INLINE_BYTES}
+        began = asyncio.get_running_loop().time()
+        answers = [asyncio.create_task(server.post("/v1/completions", long)) for _ in range(2 * intake.THREADS)]
+        await others_are_served(server)
+        assert [(status, body["error"]["code"]) for status, body in await asyncio.gather(*answers)] == [
+            (429, "over_capacity")
+        ] * len(answers)
+        assert asyncio.get_running_loop().time() - began < 0.9
+
+    run(test, Ponderous)
 
 
 def test_the_byte_budget_is_kept_in_order() -> None:

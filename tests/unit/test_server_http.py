@@ -6,15 +6,16 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from yarl import URL
 
 from corellm.comms.messages import Progress
-from corellm.errors import EngineDeadError, NumericalError, OptionError, RequestAbortedError
+from corellm.errors import EngineDeadError, NumericalError, OptionError, OverloadedError, RequestAbortedError
 from corellm.logs import JsonFormatter, TextFormatter
-from corellm.openai_server.options import ServerOptions, is_loopback
+from corellm.openai_server.options import ServerOptions, is_loopback, read_keys
 from tests.support.serving import Served, StreamingEngine, served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -103,6 +104,7 @@ def test_what_is_not_http_is_refused_in_the_same_shape() -> None:
         for request in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nbad header\r\n\r\n"):
             head, body = (await server.exchange(request)).split(b"\r\n\r\n")
             assert b" 400 " in head.splitlines()[0]
+            assert b"Server: corellm" in head.splitlines()
             assert error_of((400, json.loads(body)))[1] == "invalid_request_error"
 
     run(test)
@@ -120,7 +122,7 @@ def test_damaged_bodies_are_refused_without_a_word_in_the_log(caplog: pytest.Log
 
     with caplog.at_level(logging.INFO, "corellm.server"):
         run(test)
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name == "corellm.server"] == []
 
 
 def test_a_body_that_is_not_called_json_is_refused() -> None:
@@ -250,6 +252,7 @@ def test_over_capacity_is_429_and_what_could_never_fit_400() -> None:
     ("error", "expected"),
     [
         (NumericalError("the logits are NaN"), (500, "server_error", None, "nan_logits")),
+        (OverloadedError("busy"), (429, "rate_limit_error", None, "over_capacity")),
         (EngineDeadError("killed"), (503, "service_unavailable_error", None, "engine_dead")),
         (RequestAbortedError("aborted"), (503, "service_unavailable_error", None, "shutting_down")),
     ],
@@ -383,12 +386,26 @@ def test_on_this_machine_none_is_needed(host: str) -> None:
         ({"api_keys": ("",)}, "--api-key"),
         ({"served_model_names": ("",)}, "--served-model-name"),
         ({"cors_origins": ("example.org",)}, "--cors-origin"),
+        ({"cors_origins": ("https://example.org/",)}, "--cors-origin"),
         ({"tls_cert": "c.pem"}, "--tls-cert"),
     ],
 )
 def test_options_out_of_range_are_named(option: dict[str, Any], flag: str) -> None:
     with pytest.raises(OptionError, match=flag):
         ServerOptions(**option)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("one\n\n  two \r\n", ("one", "two")), ("# team a\none\n", None), ("\n", None)]
+)
+def test_a_key_file_has_keys_and_nothing_else(tmp_path: Path, text: str, expected: Any) -> None:
+    (tmp_path / "keys").write_text(text)
+    if expected is not None:
+        assert read_keys(str(tmp_path / "keys")) == expected
+        return
+    with pytest.raises(OptionError, match="on each line") as refused:
+        read_keys(str(tmp_path / "keys"))
+    assert "team" not in refused.value.message
 
 
 def test_keys_are_not_in_what_options_print() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from corellm.errors import EngineDeadError
+from corellm.openai_api.responses import response_body
+from corellm.openai_server import answers
 from tests.support.serving import Served, StreamingEngine, served, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -51,6 +54,26 @@ def test_a_stream_says_what_the_whole_answer_says(path: str) -> None:
         assert len(server.engine.calls) == 2 * len(whole["choices"])
 
     run(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_log_probabilities_are_written_down_beside_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def recorded(*arguments: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        return response_body(*arguments)
+
+    monkeypatch.setattr(answers, "response_body", recorded)
+
+    async def test(server: Served) -> None:
+        status, whole = await server.post(path, BODIES[path])
+        assert status == 200
+        assert all(choice["logprobs"] for choice in whole["choices"])
+
+    run(test)
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
