@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -137,7 +138,7 @@ def _text_or_file(text: str) -> str:
     if not text.startswith("@"):
         return text
     try:
-        return Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        return Path(os.path.expanduser(text[1:])).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OptionError(f"--system: {text[1:]}: {reason}; @ names a file to read") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -96,7 +97,8 @@ def _session(command: ChatCommand, store: SessionStore) -> tuple[Session, bool]:
 
 def _read_tools(name: str) -> list[dict[str, Any]]:
     try:
-        definitions = tools("tools", json.loads(Path(name).expanduser().read_text(encoding="utf-8")))
+        text = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+        definitions = tools("tools", json.loads(text))
     except OSError as error:
         raise OptionError(f"--tools: {name}: {error.strerror}; name a JSON file") from None
     except (ValueError, RecursionError):
@@ -108,13 +110,20 @@ def _read_tools(name: str) -> list[dict[str, Any]]:
 
 def _question(command: ChatCommand) -> str | None:
     """What to answer once: a piped text, then --prompt. None: there is a terminal to chat at."""
-    piped = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
+    piped = _piped()
     parts = [part.strip("\n") for part in (piped, command.prompt) if part and part.strip()]
     if parts:
         return "\n\n".join(parts)
     if piped is None and command.prompt is None:
         return None
     raise OptionError("there is nothing to answer: stdin and --prompt are empty")
+
+
+def _piped() -> str | None:
+    """What stdin holds; nothing where it is closed. None: it is a terminal."""
+    if sys.stdin is None:
+        return ""
+    return None if sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
 class _Run:
@@ -215,11 +224,22 @@ def _date(given: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP cancel the task, so that the terminal is left as it was."""
+    """SIGTERM and SIGHUP cancel the task, so that the terminal is left as it was and the engine ends.
+
+    They do so once: a terminal that closes sends one and its shell another, which must not cut the ending short.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     signals = (signal.SIGTERM, signal.SIGHUP)
+    is_ending = False
+
+    def end() -> None:
+        nonlocal is_ending
+        if task is not None and not is_ending:
+            is_ending = True
+            task.cancel()
+
     for number in signals:
-        loop.add_signal_handler(number, task.cancel)  # type: ignore[union-attr]  # there is one: this runs in it
+        loop.add_signal_handler(number, end)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated
@@ -60,9 +61,13 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our stdout left. Python would complain once more when it flushes stdout at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+            raise
+        # Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # a reader that left wants to hear nothing
+            _print_error(f"the output cannot be written: {error.strerror}; free space, or write elsewhere")
         return ExitCode.FAILURE
     except CoreLLMError as error:
         import logging

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from corellm.comms.stats_messages import SNAPSHOTS, Snapshot
 from corellm.errors import EngineDeadError, OptionError
@@ -19,6 +21,9 @@ from corellm_tui.top_replay import Player
 from corellm_tui.top_state import TopState
 
 from .exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from corellm_tui.top_app import TopApp
 
 PLAIN_COLUMNS = 100  # of a picture that goes to no terminal
 
@@ -36,6 +41,8 @@ class TopCommand:
 
 def run_top(command: TopCommand) -> ExitCode:
     """Watch, or play. Raises `CoreLLMError` for what keeps it from doing so."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every encoding has block characters
     # Textual draws to stderr and reads stdin; a redirected stdout wants text.
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     has_screen = is_terminal and not command.once and not command.json
@@ -74,16 +81,17 @@ def _watch(command: TopCommand) -> ExitCode:
     from corellm_tui.top_sources import LiveSource
     from corellm_tui.top_tokens import TokenTexts
 
-    recorder, engines = None, running_engines()
+    engines = running_engines()
     if command.record is not None or command.engine is not None:
         engines = [_the_engine(command.engine)]
-    if command.record is not None:
-        recorder = Recorder(command.record, engines[0].info)
     several = engines if len(engines) > 1 else ()
-    source = LiveSource(engines[0] if len(engines) == 1 else None, recorder)
-    app = TopApp(source, token_text=TokenTexts(lambda: app.source.state.info), engines=several)
-    app.run()
-    return ExitCode(app.return_code or 0)
+    with contextlib.ExitStack() as closing:
+        recorder = None
+        if command.record is not None:
+            recorder = closing.enter_context(contextlib.closing(Recorder(command.record, engines[0].info)))
+        source = LiveSource(engines[0] if len(engines) == 1 else None, recorder)
+        app = TopApp(source, token_text=TokenTexts(lambda: app.source.state.info), engines=several)
+        return _run(app)
 
 
 def _play(recording: Recording) -> ExitCode:
@@ -91,6 +99,12 @@ def _play(recording: Recording) -> ExitCode:
     from corellm_tui.top_sources import ReplaySource
 
     app = TopApp(ReplaySource(Player(recording, TopState())), token_text=lambda token: "")
+    return _run(app)
+
+
+def _run(app: TopApp) -> ExitCode:
+    """What is loaded by now stays until the end: searching it for garbage would make keys wait for 50 ms and more."""
+    gc.freeze()
     app.run()
     return ExitCode(app.return_code or 0)
 

@@ -38,6 +38,7 @@ class ChatPrompt:
             history=_history(history),
             completer=_Commands(complete),
             key_bindings=self._bindings(),
+            enable_suspend=True,  # by Ctrl-Z
             enable_open_in_editor=False,  # it is bound to other keys than Ctrl-G
             tempfile_suffix=".md",
             reserve_space_for_menu=_MENU_ROWS,
@@ -53,8 +54,9 @@ class ChatPrompt:
         return await self._session.prompt_async(default=draft)
 
     def interrupt(self, error: Exception) -> None:
-        """Make `read` raise `error`, now or when it is called."""
+        """Make `read` raise `error`, now or when it is called. What was being written is kept in the history."""
         self._interruption = error
+        self._session.default_buffer.append_to_history()
         if self._session.app.is_running and self._session.app.future is not None:
             self._session.app.exit(exception=error)
 

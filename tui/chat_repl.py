@@ -28,13 +28,15 @@ class ChatRepl:
 
     def __init__(self, chat: Chat, prompt: ChatPrompt, console: Console, new_view: Callable[[], AnswerView]) -> None:
         self._chat, self._prompt, self._console, self._new_view = chat, prompt, console, new_view
+        self._generating: asyncio.Future[AnswerEnd] | None = None  # what Ctrl-C ends
 
     async def run(self) -> None:
         """Until the user leaves. Raises the error that ended the engine, if it ends before."""
         watch = asyncio.create_task(self._watch_engine())
         try:
-            self._greet()
-            await self._loop()
+            with _on_interrupt(self._stop_generating):
+                self._greet()
+                await self._loop()
         finally:
             watch.cancel()
 
@@ -79,31 +81,35 @@ class ChatRepl:
             self._console.print()
             self._refuse(error)
             return Outcome()
-        if end is None:
-            return Outcome(lines=("interrupted; /retry asks again",))
-        self._console.print()
-        self._console.print(Text(footer(end, self._chat.backend.context), "dim"))
-        self._console.print()
+        interrupted = "interrupted; /retry asks again"
+        line = footer(end, self._chat.backend.context) if end is not None else interrupted
+        self._console.print(Text(f"\n{line}\n", "dim"))
         return Outcome(lines=waiting_calls(self._chat))
 
     async def _generate(self) -> AnswerEnd | None:
         """One answer onto the screen; None: Ctrl-C ended it."""
         self._console.print()
         view = self._new_view()
-        generating = asyncio.ensure_future(self._chat.answer(view.push))
+        self._generating = generating = asyncio.ensure_future(self._chat.answer(view.push))
         painting = asyncio.create_task(view.keep_painting())
         try:
-            with _on_interrupt(generating.cancel):
-                await asyncio.wait({generating, painting}, return_when=asyncio.FIRST_COMPLETED)
-                if painting.done():
-                    painting.result()
+            await asyncio.wait({generating, painting}, return_when=asyncio.FIRST_COMPLETED)
+            if painting.done():
+                painting.result()
         finally:
+            self._generating = None
             painting.cancel()
             generating.cancel()
             with contextlib.suppress(asyncio.CancelledError, CoreLLMError):
                 await generating
             view.finish()
         return None if generating.cancelled() else generating.result()
+
+    def _stop_generating(self) -> None:
+        """Once: a second Ctrl-C must not end what the first one has to tell the engine."""
+        generating, self._generating = self._generating, None
+        if generating is not None:
+            generating.cancel()
 
     def _greet(self) -> None:
         turns = self._chat.conversation.turns()
@@ -125,7 +131,7 @@ class ChatRepl:
 
 def _hanging(line: Text, console: Console) -> Text:
     """`line`, broken between words to the console's width, with what is said of a term in a column of its own."""
-    term = re.match(r"\S.*? {2,}(?=\S)", line.plain)
+    term = re.match(r" *\S.*? {2,}(?=\S)", line.plain)
     indent = term.end() if term is not None else 0
     if not 0 < indent <= console.width // 2:
         return line
@@ -135,10 +141,13 @@ def _hanging(line: Text, console: Console) -> Text:
 
 @contextlib.contextmanager
 def _on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """SIGINT calls `act`, and no more than that."""
+    """SIGINT calls `act`, and no more than that, at every moment at which the prompt does not read.
+
+    The prompt puts a handler of its own in the place of ours, and ours back. It could not do so with one of the loop's.
+    """
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, act)
+    before = signal.signal(signal.SIGINT, lambda number, frame: loop.call_soon_threadsafe(act))
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)

@@ -33,6 +33,11 @@ def rate(per_second: float) -> str:
     return f"{per_second:,.{digits}f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 page`, `1,024 pages`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def quantity(count: int, unit: str) -> str:
     """`count` in `unit`, where bytes (B) are scaled: 269 MB, 12 tensors, 1,024."""
     if unit == "B":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
 
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.screen import Screen
 from textual.widgets import Input
@@ -15,7 +18,7 @@ from textual.widgets import Input
 from corellm.running_engines import RunningEngine
 
 from . import top_panels
-from .top_lines import Line, Span, spread
+from .top_lines import Line, Span, fit, spread, width
 from .top_screens import EnginePicker, Sheet, explain_sheet, help_sheet, request_sheet, tree_sheet
 from .top_sources import LiveSource, Source, scrub_line
 from .top_style import CSS
@@ -27,8 +30,12 @@ PAINT_S = 0.1
 PANELS = ("requests", "kv", "steps", "rates")
 NARROW = (70, 18)  # columns and rows below which the narrow layout is shown
 WIDE = (100, 32)  # from which the wide one is
-HINTS = "/ filter  s sort  e explain  t tree  ? help  q quit"
-FEW_HINTS = "e explain  ? help  q quit"
+HINTS = (  # the first that fits is shown
+    "/ filter  s sort  e explain  t tree  ? help  q quit",
+    "e explain  ? help  q quit",
+    "? help  q quit",
+)
+INTERRUPTED = 130  # exit code
 
 
 class TopApp(App[None]):
@@ -38,6 +45,8 @@ class TopApp(App[None]):
     TITLE = "corellm top"
     BINDINGS = [  # noqa: RUF012  Textual reads them of the class
         ("q", "quit", "Leave"),
+        Binding("ctrl+c", "interrupt", "Leave", priority=True),  # also where an entry or a sheet has the keys
+        Binding("ctrl+z", "suspend_process", "Suspend", priority=True),
         ("space", "hold", "Hold or go on"),
         ("slash", "filter", "Filter"),
         ("s", "sort_next", "Sort by the next column"),
@@ -84,12 +93,18 @@ class TopApp(App[None]):
 
     def on_mount(self) -> None:
         self.query_one(RequestTable).focus()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # or the terminal would stay as it is now
+            asyncio.get_running_loop().add_signal_handler(number, self.action_interrupt)
         self.set_interval(PAINT_S, self.tick)
         self.theme_changed_signal.subscribe(self, lambda theme: self.paint(whatever=True))
+        self.app_resume_signal.subscribe(self, lambda app: self.screen.refresh())  # after Ctrl-Z and fg
         if self._engines:
             self.push_screen(EnginePicker(self._engines), self._watch)
         else:
             self.run_worker(self.source.run(), exclusive=True)
+
+    def action_interrupt(self) -> None:
+        self.exit(return_code=INTERRUPTED)
 
     def tick(self) -> None:
         """Let the source's time pass, and paint what has changed."""
@@ -136,8 +151,10 @@ class TopApp(App[None]):
         self.call_after_refresh(self.paint, whatever=True)
 
     def _footer(self, columns: int, rows: int) -> list[Line]:
-        hints = HINTS if columns >= NARROW[0] else FEW_HINTS
-        return [spread([Span(hints, "dim")], [*self.source.status(), Span(" ")], columns)]
+        """What the source has to say, and as many hints as there is room for beside it."""
+        status = [*self.source.status(), Span(" ")]
+        hints = next((hints for hints in HINTS if len(hints) + width(status) < columns), "")
+        return [spread([Span(hints, "dim")], status, columns) if hints else fit(status, columns)]
 
     # ---- the source -----------------------------------------------------------------------------------------------
 
@@ -147,7 +164,7 @@ class TopApp(App[None]):
 
     def action_seek(self, seconds: float) -> None:
         if (player := self.source.player) is not None:
-            player.seek(player.position_s + seconds)
+            self.source.seek(player.position_s + seconds)
             self.paint()
 
     def action_speed(self, direction: int) -> None:
@@ -157,7 +174,7 @@ class TopApp(App[None]):
 
     def on_scrub_moved(self, message: Scrub.Moved) -> None:
         if (player := self.source.player) is not None:
-            player.seek(message.part * player.recording.duration_s)
+            self.source.seek(message.part * player.recording.duration_s)
             self.paint()
 
     def _scrub(self, columns: int, rows: int) -> list[Line]:

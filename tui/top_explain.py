@@ -29,9 +29,11 @@ def _step(state: TopState, info: EngineInfo | None) -> str:
     if not state.steps:
         return "No step was computed since this dashboard joined: the engine is idle."
     last = state.steps[-1]
+    decoded = quantities.counted(last.decode_tokens, "sequence")
+    prefilled = quantities.counted(last.prefill_tokens, "prompt token")
     told = (
-        f"Step {last.step:,} decoded one token for each of {last.decode_tokens:,} sequences and prefilled "
-        f"{last.prefill_tokens:,} prompt tokens, in {last.seconds * 1000:,.1f} ms."
+        f"Step {last.step:,} decoded one token for each of {decoded} and prefilled {prefilled}, "
+        f"in {last.seconds * 1000:,.1f} ms."
     )
     if info is None:
         return told
@@ -45,19 +47,20 @@ def _step(state: TopState, info: EngineInfo | None) -> str:
 def _queue(snapshot: Snapshot) -> str:
     waiting = [row for row in snapshot.requests if row.state in ("waiting", "preempted")]
     if not waiting:
+        if not snapshot.stats.running:
+            return "The engine is idle: nothing runs and nothing waits."
         return "Nobody waits: every request that came is being computed."
     head = next((row for row in waiting if row.wait in ("slots", "blocks", "tokens")), None)
-    told = f"{snapshot.stats.waiting:,} wait."
+    preempted = sum(row.state == "preempted" for row in waiting)
+    told = f"The queue has {quantities.counted(snapshot.stats.waiting + preempted, 'request')}."
     if head is not None:
         told += f" Request {head.id} is at the head and lacks {WAITS[head.wait]}{_remedy(head, snapshot)}."
     others = Counter(row.wait for row in waiting if row is not head)
     if others["turn"]:
-        told += (
-            f" {others['turn']:,} stand behind it: the head never yields to a smaller one, so that it cannot starve."
-        )
+        told += f" It has {others['turn']:,} behind it: the head never yields to a smaller one, or it could starve."
     for wait in ("mask", "fence"):
         if others[wait]:
-            told += f" {others[wait]:,} wait for {WAITS[wait]}."
+            told += f" Waiting for {WAITS[wait]}: {others[wait]:,}."
     return told
 
 
@@ -83,11 +86,11 @@ def _cache(snapshot: Snapshot, info: EngineInfo | None) -> str:
         part = kv.hit_tokens / kv.query_tokens
         told += f" So far {part:.0%} of all prompt tokens were found in the cache and not computed."
     if kv.evictions:
-        told += f" {kv.evictions:,} cached blocks were evicted, the least recently used first."
+        told += f" Evicted so far: {quantities.counted(kv.evictions, 'cached block')}, the least recently used first."
     if stats.preemptions:
         told += (
-            f" {stats.preemptions:,} times a sequence was preempted because a decode found no block: the youngest "
-            "gives way, and computes again later what was evicted meanwhile. The oldest is never preempted."
+            f" {quantities.counted(stats.preemptions, 'preemption')} because a decode found no block: the youngest "
+            "sequence gives way, and computes again later what was evicted meanwhile. The oldest is never preempted."
         )
     if info is not None and info.kv_cache == "naive":
         told += " This engine runs --kv-cache naive, which shares and keeps nothing."
@@ -104,7 +107,7 @@ def _speed(state: TopState) -> str:
     if middle is not None and high is not None:
         told += (
             f" Half of all tokens came within {middle * 1000:,.0f} ms of the one before, "
-            f"99 % within {high * 1000:,.0f} ms."
+            f"99% within {high * 1000:,.0f} ms."
         )
     if state.lost:
         told += (

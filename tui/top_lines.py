@@ -59,15 +59,30 @@ def spread(left: Line, right: Line, cells: int) -> Line:
 def rule(title: str, note: Line, cells: int) -> Line:
     """A panel's first line: its title, a rule, and what stands at the right end."""
     head = [Span(title, "title"), Span(" ")]
-    room = cells - width(head) - width(note) - 1
+    end = [Span(" "), *note] if note else []
+    room = cells - width(head) - width(end)
     if room < 2:
         return fit([*head, *note], cells)
-    return [*head, Span("─" * room, "dim"), Span(" "), *note]
+    return [*head, Span("─" * room, "dim"), *end]
+
+
+# (role, ground) -> signs for those that only their colour tells from others.
+_COLOURLESS = {
+    ("prefill", ""): str.maketrans("▁▂▃▄▅▆▇█", "░░░▒▒▒▒▒"),
+    ("decode", "prefill"): str.maketrans("▁▂▃▄▅▆▇", "▒▒▒████"),
+    ("shared", ""): str.maketrans("█", "◆"),
+    ("cached", ""): str.maketrans("█", "□"),
+}
+
+
+def colourless(line: Line) -> Line:
+    """The line with bars whose parts differ where there are no colours."""
+    return [span._replace(text=span.text.translate(_COLOURLESS.get(span[1:], {}))) for span in line]
 
 
 def plain(line: Line) -> str:
     """The text alone."""
-    return "".join(span.text for span in line).rstrip()
+    return "".join(span.text for span in colourless(line)).rstrip()
 
 
 def wrapped(words: str, cells: int, role: str = "text") -> list[Line]:

@@ -31,6 +31,7 @@ Event = Snapshot | Tree | Hardware
 HINDSIGHT_S = 90.0  # how much of the past a reader wants when it jumps: more than any history on the screen
 _CHUNK = 1 << 16
 _LINE_MAX = 16 << 20
+_DAMAGE = (msgspec.DecodeError, RecursionError)  # the latter of brackets without end
 
 
 class _Header(msgspec.Struct):
@@ -43,11 +44,13 @@ class _Version(msgspec.Struct):
 
 
 class Recorder:
-    """Writes a recording. Whatever was told to it is in the file a second later at most."""
+    """Writes a recording into a new file. Whatever was told to it is in the file a second later at most."""
 
     def __init__(self, path: Path, engine: EngineInfo | None) -> None:
         try:
-            self._file = gzip.open(path, "wb", compresslevel=6)  # noqa: SIM115  closed by `close`
+            self._file = gzip.open(path, "xb", compresslevel=6)  # noqa: SIM115  closed by `close`
+        except FileExistsError:
+            raise RecordingError(f"{path} exists; --record writes a new file, choose another name") from None
         except OSError as error:
             raise RecordingError(f"cannot write the recording {path}: {error.strerror}; choose another file") from None
         self._path = path
@@ -102,7 +105,7 @@ class Recording:
             self._file.seek(start)
             try:
                 yield _events.decode(self._file.read(end - start))
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except _DAMAGE as error:
                 raise RecordingError(f"event {index + 1} of the recording is damaged: {error}") from None
 
 
@@ -129,7 +132,7 @@ def _spooled(path: Path, spool: IO[bytes]) -> Recording:
             time_s, event = _timed.decode(line)
             times.append(max(time_s, times[-1] if times else 0.0))
             offsets.append(offsets[-1] + spool.write(event))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except _DAMAGE as error:
         raise RecordingError(f"{path} is no recording of `corellm top`: {error}") from None
     if not times:
         raise RecordingError(f"the recording {path} holds no event; record for longer than a second")

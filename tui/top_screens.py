@@ -32,7 +32,7 @@ HELP = (
     ("← →", "in a replay 5 s back or on; with Shift 30 s; , and . by a quarter of a second"),
     ("+ −", "in a replay faster or slower"),
     ("Ctrl-P", "palette: themes, screenshot, everything"),
-    ("q", "leave; the engine does not notice"),
+    ("q  Ctrl-C", "leave; the engine does not notice"),
 )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def request_sheet(state: TopState, request_id: int) -> Sheet:
         rows = snapshot.requests if snapshot is not None else []
         row = next((row for row in rows if row.id == request_id), None)
         if row is None or snapshot is None:
-            return [*last, [Span("")], [Span("this request is open no more", "warn")]]
+            return [*last, [Span("")], [Span("this request has ended", "warn")]]
         last[:] = detail_lines(row, snapshot.stats.uptime_s)
         return last
 

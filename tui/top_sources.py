@@ -10,7 +10,7 @@ from corellm.errors import CoreLLMError, RecordingError
 from corellm.running_engines import RunningEngine
 
 from . import quantities
-from .top_lines import Line, Span
+from .top_lines import Line, Span, foreign
 from .top_live import LiveFeed
 from .top_recording import Event, Recorder
 from .top_replay import Player
@@ -37,6 +37,10 @@ class Source(Protocol):
         """Hold the picture, or let it go on."""
         ...
 
+    def seek(self, position_s: float) -> None:
+        """Go to a moment, where there is something to scrub in."""
+        ...
+
     def want_trees(self, wanted: bool) -> None: ...
 
     def status(self) -> Line:
@@ -45,12 +49,13 @@ class Source(Protocol):
 
 
 class LiveSource:
-    """A running engine; None: the first that runs."""
+    """A running engine; None: the first that runs. A `recorder` is closed by whoever made it."""
 
     def __init__(self, engine: RunningEngine | None, recorder: Recorder | None = None) -> None:
         self.state = TopState(engine.info if engine is not None else None)
         self.player: Player | None = None
         self._recorder = recorder
+        self._recording_ended = ""  # why, if it ended before the dashboard did
         self._held: deque[Event] | None = None
         self._feed = LiveFeed(
             engine,
@@ -65,9 +70,6 @@ class LiveSource:
             await self._feed.run()
         except CoreLLMError as error:  # such as a run folder that others may look into
             self.state.set_link(Link(is_live=False, message=error.message))
-        finally:
-            if self._recorder is not None:
-                self._recorder.close()
 
     def tick(self, seconds: float) -> None:
         """An engine's time passes by itself."""
@@ -81,6 +83,9 @@ class LiveSource:
                 self.state.add(event)
         self.state.version += 1
 
+    def seek(self, position_s: float) -> None:
+        """An engine is always at its present."""
+
     def want_trees(self, wanted: bool) -> None:
         self._feed.want_trees(wanted or self._recorder is not None)
 
@@ -88,6 +93,8 @@ class LiveSource:
         if self._held is not None:
             return [Span(f"held, {len(self._held):,} behind", "warn")]
         recording: Line = [Span("● recording  ", "bad")] if self._recorder is not None else []
+        if self._recording_ended:
+            recording = [foreign(f"{self._recording_ended}  ", "bad")]
         lost: Line = [Span(f"{self.state.lost:,} lost  ", "warn")] if self.state.lost else []
         live = Span("live", "used") if self.state.link.is_live else Span("no signal", "bad")
         return [*recording, *lost, live]
@@ -100,8 +107,7 @@ class LiveSource:
             try:
                 self._recorder.add(monotonic(), event)
             except RecordingError as error:
-                self._recorder = None
-                self.state.set_link(Link(is_live=True, message=error.message))
+                self._recorder, self._recording_ended = None, error.message
         if self._held is None:
             self.state.add(event)
         else:
@@ -123,12 +129,19 @@ class ReplaySource:
         try:
             self._player.advance(seconds)
         except RecordingError as error:
-            self._player.is_playing = False
-            self.state.set_link(Link(is_live=False, message=error.message))
+            self._stop(error)
 
     def toggle(self) -> None:
         self._player.toggle()
         self.state.version += 1
+
+    def seek(self, position_s: float) -> None:
+        try:
+            self._player.seek(position_s)
+        except RecordingError as error:
+            self._stop(error)
+        else:
+            self.state.set_link(Link(is_live=True))
 
     def want_trees(self, wanted: bool) -> None:
         """A recording has them, or it has not."""
@@ -137,6 +150,11 @@ class ReplaySource:
         player = self._player
         word = "playing" if player.is_playing else "paused"
         return [Span(word, "used" if player.is_playing else "warn"), Span(f" ×{player.speed:g}", "dim")]
+
+    def _stop(self, error: RecordingError) -> None:
+        """A damaged event is as far as it plays."""
+        self._player.is_playing = False
+        self.state.set_link(Link(is_live=False, message=error.message))
 
 
 def scrub_line(player: Player, columns: int) -> Line:

@@ -28,7 +28,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Over the last seconds. `hit` is the part of prompt tokens that the cache had, from 0 to 1."""
+    """Over the last seconds. `hit` is the part of prompt tokens that the cache had, from 0 to 1; of all prompts there
+    were, when those seconds saw none."""
 
     prompt: float  # tokens a second
     output: float
@@ -86,13 +87,15 @@ class TopState:
 
     def rates(self) -> Rates:
         """Tokens and steps a second, from absolute counters: lost snapshots change nothing."""
-        if len(self.points) < 2:
+        if not self.points:
             return Rates(0.0, 0.0, 0.0, 0.0)
         last = self.points[-1]
         first = self._point_at(last.uptime_s - RATE_WINDOW_S)
         seconds = max(last.uptime_s - first.uptime_s, 1e-6)
         asked = last.kv.query_tokens - first.kv.query_tokens
         hit = last.kv.hit_tokens - first.kv.hit_tokens
+        if not asked:
+            asked, hit = last.kv.query_tokens, last.kv.hit_tokens
         return Rates(
             (last.prompt_tokens - first.prompt_tokens) / seconds,
             (last.output_tokens - first.output_tokens) / seconds,

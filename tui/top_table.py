@@ -155,8 +155,9 @@ def column_at(x: int, cells: int) -> Column | None:
 
 
 def _cell(column: Column, text: str) -> str:
-    """Words to the left, numbers to the right, one cell between columns."""
-    text = text[: column.cells]
+    """Words to the left, numbers to the right, one cell between columns. What is cut off is seen to be."""
+    if len(text) > column.cells:
+        text = text[: column.cells - 1] + "…"
     return f"{text:<{column.cells}} " if column.name in ("state", "lacks", "class") else f"{text:>{column.cells}} "
 
 
@@ -171,6 +172,6 @@ def detail_lines(row: RequestRow, now: float) -> list[Line]:
         ("age", _seconds(age(row, now))),
         ("first token", _seconds(first_token(row))),
         ("speed", f"{quantities.rate(speed(row, now))} tok/s since its first token"),
-        ("preempted", f"{row.preemptions} times"),
+        ("preemptions", f"{row.preemptions:,}"),
     ]
     return [[Span(f"{name:<12}", "dim"), Span(text)] for name, text in facts]

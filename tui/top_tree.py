@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from corellm.comms.stats_messages import Tree, TreeSegment
 
+from . import quantities
 from .top_lines import Line, Span, foreign
 
 NAMES_SHOWN = 8
@@ -48,10 +49,11 @@ def tree_lines(tree: Tree | None, token_text: TokenText) -> list[Line]:
 
 def _segment_line(segment: TreeSegment, depth: int, names: list[int], page_size: int) -> Line:
     role = "shared" if segment.holders > 1 else "used" if segment.holders else "cached"
-    pages = f"{segment.pages:,} page{'s' if segment.pages > 1 else ''}"
     line = [
-        Span("  " * depth + "└ ", "dim"), Span(pages, role), Span(f" = {segment.pages * page_size:,} tokens ", "dim"),
-    ]  # fmt: skip
+        Span("  " * depth + "└ ", "dim"),
+        Span(quantities.counted(segment.pages, "page"), role),
+        Span(f" = {segment.pages * page_size:,} tokens ", "dim"),
+    ]
     if not segment.holders:
         return [*line, Span("cached, held by no one", "dim")]
     shown = " ".join(f"#{name}" for name in sorted(names)[:NAMES_SHOWN])
@@ -64,6 +66,6 @@ def _near_miss(segment: TreeSegment, depth: int, token_text: TokenText) -> Line:
     text = token_text(segment.token)
     return [
         Span("  " * depth + "  near miss: ", "warn"),
-        Span(f"{segment.common} more tokens are a neighbour's, then token {segment.token} ", "dim"),
+        Span(f"{quantities.counted(segment.common, 'more token')} alike, then {segment.token} ", "dim"),
         foreign(repr(text) if text else "", "warn"),
     ]

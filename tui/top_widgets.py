@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from corellm.comms.stats_messages import RequestRow
 
-from .top_lines import Line, Span, fit, rule
+from .top_lines import Line, Span, colourless, fit, foreign, rule
 from .top_palette import Palette
 from .top_state import TopState
 from .top_table import BY_NAME, Column, View, column_at, header_line, row_line, select
@@ -41,7 +41,7 @@ class Lines(Widget):
         palette = self._colors()
         strips = []
         for line in self.draw(size.width, size.height):
-            spans = fit(line, size.width)
+            spans = fit(colourless(line) if self.app.no_color else line, size.width)
             strips.append(Strip([Segment(span.text, palette.style(span)) for span in spans], size.width))
         if strips != self._strips:
             self._strips = strips
@@ -224,4 +224,4 @@ class RequestTable(Lines, can_focus=True):
         shown = f"{len(self._rows):,}" + (f" of {there:,}" if len(self._rows) != there else "")
         more = f" +{left_out:,} not sent" if left_out else ""
         words = f"  /{self.view.words}" if self.view.words else ""
-        return Span(f"{shown}{more}  by {BY_NAME[self.view.sort].name}{words}", "dim")
+        return foreign(f"{shown}{more}  by {BY_NAME[self.view.sort].name}{words}", "dim")

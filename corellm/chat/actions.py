@@ -6,6 +6,7 @@ They raise `ChatError` when they cannot do it.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def retry(chat: Chat, argument: str) -> Outcome:
 def edit(chat: Chat, argument: str) -> Outcome:
     draft = chat.conversation.undo()
     chat.save()
-    return Outcome(draft=f"/{draft}" if draft.startswith("/") else draft)
+    lines = ("taken back, to be written anew; /branch leads back",)
+    return Outcome(lines, draft=f"/{draft}" if draft.startswith("/") else draft)
 
 
 def branch(chat: Chat, argument: str) -> Outcome:
@@ -170,8 +172,8 @@ def waiting_calls(chat: Chat) -> tuple[str, ...]:
 
 
 def save(chat: Chat, argument: str) -> Outcome:
-    path = Path(argument).expanduser()
-    if path.exists():
+    path = _path(argument)
+    if os.path.exists(path):  # unlike its namesake of `Path`, this says no where a look is refused
         try:
             read_session(path)
         except ChatError:
@@ -181,11 +183,16 @@ def save(chat: Chat, argument: str) -> Outcome:
 
 
 def load(chat: Chat, argument: str) -> Outcome:
-    session = read_session(Path(argument).expanduser())
+    session = read_session(_path(argument))
     session.name = _store(chat).new().name
     chat.session = session
     chat.save()
     return Outcome((f"loaded {counted_turns(len(chat.conversation.turns()))}, as session {session.name}",))
+
+
+def _path(argument: str) -> Path:
+    """`~` means a home; that of nobody stays as it is written, and is then found to be no folder."""
+    return Path(os.path.expanduser(argument))
 
 
 def sessions(chat: Chat, argument: str) -> Outcome:

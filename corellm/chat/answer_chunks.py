@@ -25,7 +25,7 @@ class AnswerChunks:
             if error := chunk.get("error"):
                 message = error.get("message") if isinstance(error, dict) else error
                 raise UpstreamError(f"the server ended the answer: {message}")
-            self._usage = chunk.get("usage") or self._usage
+            self._usage = dict(chunk.get("usage") or self._usage)
             text = ""
             for choice in chunk.get("choices", ())[:1]:  # the last chunk has the usage and no choice
                 delta = choice.get("delta") or {}
@@ -34,7 +34,7 @@ class AnswerChunks:
                 for call in delta.get("tool_calls") or ():
                     self._add_call(call)
             return str(text)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise UpstreamError("the server sent an event that is no chunk of a chat's answer") from None
 
     def end(self, first_token_s: float, total_s: float) -> AnswerEnd:

@@ -16,8 +16,9 @@ from corellm.chat.sse import EventParser
 from corellm.errors import CoreLLMError, PromptTooLongError, UpstreamError
 
 CONNECT_S = 10.0
+LIST_S = 30.0  # for the list of models
 SILENCE_S = 300.0  # a large model on a busy server may take minutes to its first token
-_MAX_ERROR = 65_536  # bytes of an error's body that are read
+_MAX_BODY = 2**24  # bytes of a list or an error that are read
 _DONE = "[DONE]"
 
 
@@ -100,14 +101,14 @@ class HttpBackend:
 
 async def _models(session: aiohttp.ClientSession, url: str) -> list[Mapping[str, Any]]:
     try:
-        async with session.get(f"{url}/models", allow_redirects=False) as answer:
+        async with asyncio.timeout(LIST_S), session.get(f"{url}/models", allow_redirects=False) as answer:
             if answer.status == 404:
                 return []  # some servers have no list, and answer to the right name
             await _check(answer, url)
-            found = json.loads(await answer.read())
+            found = json.loads(await _read(answer))
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _unreachable(url, error) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     entries = found.get("data") if isinstance(found, dict) else None
     if not isinstance(entries, list):
@@ -131,16 +132,26 @@ async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
     """Raise what an HTTP error means."""
     if answer.status == 200:
         return
-    body = await answer.content.read(_MAX_ERROR)
+    body = await _read(answer)
     try:
         found = json.loads(body)["error"]
         message, code = str(found["message"]), found.get("code")
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         message, code = answer.reason or "no reason given", None
     if code == PromptTooLongError.code:
         raise PromptTooLongError(message, "messages")
     hint = {401: "; give the right --api-key", 403: "; give the right --api-key", 404: "; is --url right?"}
     raise UpstreamError(f"{url} answers {answer.status}: {message}{hint.get(answer.status, '')}")
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """A body, up to a bound: `StreamReader.read` gives what has arrived, which may be half of it."""
+    body = bytearray()
+    async for received in answer.content.iter_any():
+        body += received
+        if len(body) > _MAX_BODY:
+            break
+    return bytes(body)
 
 
 def _unreachable(url: str, error: Exception) -> UpstreamError:

@@ -56,12 +56,12 @@ def from_json(data: bytes, source: str) -> Session:
     try:
         header = msgspec.json.decode(data, type=_Header)
         if header.version != VERSION:
-            raise ChatError(f"{source}: version is {header.version}; this CoreLLM reads version {VERSION}")
+            raise ChatError(f"version is {header.version}; this CoreLLM reads version {VERSION}")
         session = msgspec.json.decode(data, type=Session)
         session.conversation.check()
         check_settings(session.sampling)
         tools("tools", session.tools)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ChatError(f"{source} is not a chat session: {error}") from None
     except (ChatError, InvalidRequestError) as error:
         raise ChatError(f"{source} is not a chat session: {error.message}") from None

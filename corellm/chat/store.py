@@ -20,8 +20,13 @@ _Identity = tuple[int, int, int]
 
 
 def state_folder() -> Path:
-    """Where what should outlive a run is kept: `$XDG_STATE_HOME/corellm`."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "corellm"
+    """Where what should outlive a run is kept: `$XDG_STATE_HOME/corellm`. Raises `ChatError` for one without a home."""
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "corellm"
+    except RuntimeError:
+        raise ChatError(
+            "there is no home folder to keep sessions in; set XDG_STATE_HOME to a folder of yours"
+        ) from None
 
 
 def make_private(folder: Path) -> None:
@@ -101,7 +106,7 @@ def read_session(path: Path) -> Session:
     """The session in a file. Raises `ChatError`, naming the file."""
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _file_error(path, error, "check the path") from None
     return from_json(data, str(path))
 
@@ -116,15 +121,16 @@ def write_session(path: Path, session: Session) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name may hold what no file's name can
         if draft is not None:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
         raise _file_error(path, error, "free space or choose another place") from None
 
 
-def _file_error(path: Path, error: OSError, remedy: str) -> ChatError:
-    return ChatError(f"{path}: {error.strerror or error}; {remedy}")
+def _file_error(path: Path, error: OSError | ValueError, remedy: str) -> ChatError:
+    reason = error.strerror if isinstance(error, OSError) else None
+    return ChatError(f"{path}: {reason or error}; {remedy}")
 
 
 def _identity(path: Path) -> _Identity | None:

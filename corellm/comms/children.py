@@ -98,6 +98,8 @@ def is_readable(descriptor: int, seconds: float = 0.0) -> bool:
 def spawn(name: str, module: str, arguments: Sequence[str], environment: dict[str, str] | None = None) -> Child:
     """Start `python -m module arguments…`. Its standard output is our standard error: data has stdout for itself."""
     read_end, write_end = os.pipe()
+    # Ctrl-C is for us to act on, and a child that is still importing does not ignore it yet. It inherits the mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -111,6 +113,7 @@ def spawn(name: str, module: str, arguments: Sequence[str], environment: dict[st
         raise
     finally:
         os.close(read_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return Child(name, process, os.pidfd_open(process.pid), write_end)
 
 

@@ -39,7 +39,7 @@ RequestState = Literal["waiting", "prefill", "decode", "preempted"]
 Wait = Literal["", "slots", "blocks", "tokens", "mask", "fence", "turn"]
 
 
-class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of `Snapshot`: one step, from its plan and its result. On the wire an array in this order."""
 
     step: int
@@ -55,7 +55,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     evictions: int
 
 
-class RequestRow(msgspec.Struct, frozen=True, array_like=True):
+class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of `Snapshot`: one open request. On the wire an array in this order."""
 
     id: int  # the engine's own number
@@ -86,6 +86,10 @@ class BlockMap(msgspec.Struct, frozen=True):
 
     scale: int
     runs: list[int]
+
+    def __post_init__(self) -> None:
+        if len(self.runs) % 2:
+            raise ValueError(f"runs has {len(self.runs)} numbers; a state and a length for each run are an even number")
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -121,13 +125,21 @@ class TreeSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tree(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Engine to watchers, about one a second: the radix tree from its root down, level by level."""
+    """Engine to watchers, about one a second: the radix tree from its root down, level by level.
+
+    The ids of segments count from 1, so that parents come before their children.
+    """
 
     uptime_s: float
     page_size: int
     segments: list[TreeSegment]
     pages: int  # in all segments
     complete: bool  # False: the tree goes on below, or beside
+
+    def __post_init__(self) -> None:
+        for number, segment in enumerate(self.segments, 1):
+            if segment.id != number or not 0 <= segment.parent < number:
+                raise ValueError(f"segment {number} has id {segment.id} and parent {segment.parent}; it is no tree")
 
 
 WatchMessage = Snapshot | Tree

@@ -99,7 +99,7 @@ class WatchPublisher:
         self._began = began
         self._first_tokens = LatencyCounts()
         self._log: StepLog | None = None  # while snapshots are read
-        self._read: set[bytes] = set()  # topics
+        self._subscriptions: set[bytes] = set()
         self._interval_s = INTERVAL_S
         self.due = 0.0
         self._tree_due = 0.0
@@ -123,7 +123,7 @@ class WatchPublisher:
         if self._log is not None:
             self._send(SNAPSHOTS, self._snapshot(self._log, scheduler, stats))
         now = time.monotonic()
-        if TREES in self._read and now >= self._tree_due:
+        if self._is_read(TREES) and now >= self._tree_due:
             self._tree_due = now + TREE_INTERVAL_S
             tree = scheduler.kv.tree()
             self._send(
@@ -150,13 +150,17 @@ class WatchPublisher:
             except zmq.Again:
                 break
             if said[:1] == b"\x01":
-                self._read.add(said[1:])
+                self._subscriptions.add(said[1:])
             else:
-                self._read.discard(said[1:])
-        if SNAPSHOTS not in self._read:
+                self._subscriptions.discard(said[1:])
+        if not self._is_read(SNAPSHOTS):
             self._log = None
         elif self._log is None:
             self._log = StepLog(self._began, scheduler.limits.max_seqs)
+
+    def _is_read(self, topic: bytes) -> bool:
+        """A subscription is a prefix, as always in ZeroMQ: the empty one reads every topic."""
+        return any(topic.startswith(prefix) for prefix in self._subscriptions)
 
     def _snapshot(self, log: StepLog, scheduler: Scheduler, stats: Stats) -> Snapshot:
         requests, left_out = request_rows(scheduler, self._began)

@@ -340,6 +340,29 @@ def test_the_editor_opens_and_edit_offers_the_question_again(start: Start, tmp_p
         screen.wait_until(lambda: screen.text().count("context") == 2, "second footer")
 
 
+def test_ctrl_z_suspends_at_the_prompt_and_fg_comes_back_to_what_was_written(tmp_path: Path) -> None:
+    env = os.environ | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(tmp_path / "state"), "PS1": "$ "}
+    with (
+        chat_server(echo) as server,
+        terminal(["bash", "--norc", "--noprofile", "-i"], env) as screen,  # only a shell can stop and go on with a job
+    ):
+        screen.send(f"{CORELLM} chat --url {server.url}\r")
+        screen.wait_for("/help lists")
+        screen.send("half a que")
+        screen.wait_for("> half a que")
+        screen.send("\x1a")
+        screen.wait_for("Stopped")
+        screen.send("fg\r")
+        screen.settle()
+        screen.send("stion\r")
+        screen.wait_for("echo 1: half a question")
+        screen.wait_for("context")
+        screen.send("\x04")
+        screen.settle()
+        screen.send("exit\r")
+        screen.wait()
+
+
 @pytest.mark.parametrize("during", ["prompt", "answer"])
 def test_a_terminated_chat_leaves_the_terminal_as_it_was(start: Start, during: str) -> None:
     with chat_server(lambda body: ["word "] * 1000, pause_s=0.02) as server, start(server) as screen:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from corellm.comms.stats_messages import Snapshot
 from corellm_tui.top_recording import read_recording
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.processes import pid_of
-from tests.support.terminal import terminal
+from tests.support.terminal import Terminal, terminal
 from tests.support.tiny_llama import make_tiny_llama
 
 CORELLM = str(Path(sys.executable).with_name("corellm"))
@@ -27,9 +28,10 @@ ROWS = 60
 MAX_TOKENS = 60
 
 
-def corellm(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def corellm(folder: Path, *words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """`changes` are variables of its environment."""
     return subprocess.run(
-        [CORELLM, *words], env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+        [CORELLM, *words], env={**os.environ, "XDG_RUNTIME_DIR": str(folder), **changes},
         capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -132,16 +134,55 @@ def test_the_example_replays_without_an_engine_as_text_and_as_json(tmp_path: Pat
     assert json.loads(lines[-1])["stats"]["preemptions"] > 0
 
 
-def test_the_dashboard_in_a_terminal_answers_keys_and_leaves_the_terminal_as_it_was() -> None:
+@contextlib.contextmanager
+def dashboard() -> Iterator[Terminal]:
+    """A replay in a terminal, which it must have left as it was by the end of the block."""
     environment = {**os.environ, "TERM": "xterm-256color"}
     with terminal([CORELLM, "top", "--replay", str(EXAMPLE)], env=environment, columns=80, rows=24) as shown:
         shown.wait_for("KV cache")
+        yield shown
+        assert shown.is_as_before()
+        for name in (b"1049", b"1000", b"2004"):  # other screen, mouse, bracketed paste
+            assert shown.output.rindex(b"\x1b[?%sl" % name) > shown.output.rindex(b"\x1b[?%sh" % name)
+        assert shown.output.rindex(b"\x1b[?25h") > shown.output.rindex(b"\x1b[?25l")  # the cursor
+
+
+def test_the_dashboard_in_a_terminal_answers_keys_and_leaves_the_terminal_as_it_was() -> None:
+    with dashboard() as shown:
         shown.send("?")
         shown.wait_for("one panel alone")
         shown.send("q")  # closes the sheet
         shown.settle()
         shown.send("q")
         assert shown.wait(20) == 0
-        for name in (b"1049", b"1000", b"2004"):  # other screen, mouse, bracketed paste
-            assert shown.output.rindex(b"\x1b[?%sl" % name) > shown.output.rindex(b"\x1b[?%sh" % name)
-        assert shown.output.rindex(b"\x1b[?25h") > shown.output.rindex(b"\x1b[?25l")  # the cursor
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_terminated_dashboard_leaves_the_terminal_as_it_was(number: int) -> None:
+    with dashboard() as shown:
+        shown.process.send_signal(number)
+        assert shown.wait(20) == 130
+
+
+def test_a_suspended_dashboard_gives_the_terminal_back_and_draws_all_of_itself_when_it_returns() -> None:
+    with dashboard() as shown:
+        shown.send(" ")  # from now on nothing changes that would be drawn by itself
+        shown.wait_for("paused")
+        shown.settle()
+        shown.send("\x1a")
+        process = psutil.Process(shown.process.pid)
+        shown.wait_until(lambda: process.status() == psutil.STATUS_STOPPED, "stop")
+        shown.settle()
+        assert shown.is_as_before()
+        before = len(shown.output)
+        process.resume()
+        for text in (b"corellm top", b"KV cache", b"Requests", b"paused"):
+            shown.wait_until(lambda text=text: text in shown.output[before:], repr(text), 20)  # type: ignore[misc]
+        shown.send("q")
+        assert shown.wait(20) == 0
+
+
+def test_a_terminal_without_block_characters_gets_a_picture_all_the_same(tmp_path: Path) -> None:
+    done = corellm(tmp_path, "top", "--replay", str(EXAMPLE), "--once", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "corellm top demo CPU" in done.stdout

@@ -15,7 +15,7 @@ import pytest
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import Request, Sampling
-from corellm.comms.stats_messages import CACHED, FREE, IN_USE, MAP_MAX, SHARED, SNAPSHOTS, TREES, Tree
+from corellm.comms.stats_messages import CACHED, FREE, IN_USE, MAP_MAX, SHARED, SNAPSHOTS, TREES, Snapshot, Tree
 from corellm.engine.admission import Limits
 from corellm.engine.engine_client import EngineClient
 from corellm.engine.kv_cache import make_allocator
@@ -89,6 +89,12 @@ def test_trees_are_made_for_those_who_ask_and_stop_with_them(tmp_path: Path) -> 
         with watching(engine.folder, SNAPSHOTS) as watcher:
             for _ in range(6):
                 assert not isinstance(watcher.next(), Tree)
+
+
+def test_a_subscription_to_everything_gets_everything(tmp_path: Path) -> None:
+    with fake_engine(tmp_path, blocks=64) as engine, watching(engine.folder, b"") as watcher:
+        told = {type(watcher.next()) for _ in range(2)}
+    assert told == {Snapshot, Tree}
 
 
 def test_nobody_watching_means_nothing_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from textual.binding import Binding
 from textual.pilot import Pilot
 
 from corellm.comms.run_folder import RunFolder
@@ -15,6 +16,7 @@ from corellm.comms.settings import Launch
 from corellm.config import EngineOptions
 from corellm.running_engines import RunningEngine
 from corellm_tui.top_app import TopApp
+from corellm_tui.top_lines import plain, width
 from corellm_tui.top_recording import Recording, read_recording
 from corellm_tui.top_replay import Player
 from corellm_tui.top_screens import EnginePicker, Sheet
@@ -97,8 +99,17 @@ def test_a_recorded_run_plays_through_every_key(example: Recording) -> None:
 
     async def work() -> None:
         app = replaying(example, 0.0)
-        bound = {key for binding in TopApp.BINDINGS for key in binding[0].split(",")}  # type: ignore[misc]
-        keys = [*sorted(bound - {"q", "slash"}), *BY_LETTER, "up", "down", "pagedown", "pageup", "end", "home"]
+        bound = {binding.key for binding in Binding.make_bindings(TopApp.BINDINGS)}
+        keys = [
+            *sorted(bound - {"q", "ctrl+c", "ctrl+z", "slash"}),
+            *BY_LETTER,
+            "up",
+            "down",
+            "pagedown",
+            "pageup",
+            "end",
+            "home",
+        ]
         async with running(app) as pilot:
             player = app.source.player
             assert player is not None
@@ -233,6 +244,41 @@ def test_themes_change_the_colours_and_the_palette_offers_the_commands(example: 
         assert {"Explain", "Radix tree", "Filter", "Hold", "Sort by id", "Theme"} <= titles
 
     over(work, replaying(example))
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(80, "/ filter"), (50, "? help"), (36, "? help"), (24, "held")])
+def test_the_footer_has_as_many_hints_as_fit_beside_what_the_source_says(columns: int, shown: str) -> None:
+    app = live_app(1)
+    app.source.toggle()
+    (line,) = app._footer(columns, 1)
+    assert width(line) == columns
+    assert shown in plain(line)
+    assert "held, 0 behind" in plain(line)
+
+
+@pytest.mark.parametrize("before", ["", "e", "slash"])
+def test_ctrl_c_leaves_from_everywhere(example: Recording, before: str) -> None:
+    async def drive() -> None:
+        app = replaying(example)
+        async with running(app) as pilot:
+            await pilot.press(*([before] if before else []), "ctrl+c")
+        assert app.return_code == 130
+
+    asyncio.run(drive())
+
+
+def test_without_colours_the_parts_of_bars_still_differ(monkeypatch: pytest.MonkeyPatch, example: Recording) -> None:
+    def bars(app: TopApp) -> str:
+        return "".join(strip.text for strip in app.query_one("#steps", Lines)._strips[:-2])
+
+    async def signs() -> str:
+        app = replaying(example)
+        async with running(app):
+            return bars(app)
+
+    assert "▒" not in asyncio.run(signs())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "▒ prefill" in asyncio.run(signs())
 
 
 def test_of_several_engines_one_is_chosen_by_arrows_number_or_not_at_all(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,9 @@ class Pipe(io.TextIOWrapper):
         (["--url", "http://host/v1", "--tp", "2", "--new-engine"], "so --tp, --new-engine can mean nothing"),
         (["--api-key", "sk\nx"], "--api-key has characters that no key has"),
         (["--system", "@/no/such/file"], "--system: /no/such/file: No such file"),
+        (["--system", "@~nobody-here/file"], "--system: ~nobody-here/file: No such file"),
         (["--tools", "/no/such/file"], "--tools: /no/such/file: No such file"),
+        (["--tools", "~nobody-here/file"], "--tools: ~nobody-here/file: No such file"),
         (["--temperature", "3"], "--temperature is 3; it must be a number from 0 to 2"),
         (["--session", "../x"], "the session name '../x' is not allowed"),
         (["--continue"], "there is no session in"),
@@ -58,6 +63,14 @@ def test_what_is_refused(
     assert message in " ".join(captured.err.split())
     assert "secret" not in captured.err
     assert "sk" not in captured.err.replace("task", "")
+
+
+def test_a_closed_stdin_has_nothing_to_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["chat"]) == 2
+    assert "there is nothing to answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -150,3 +163,23 @@ def test_the_date_is_todays_unless_it_is_given() -> None:
     today = chat_run._date(None)
     assert today is not None
     assert len(today.split()) == 3
+
+
+def test_a_second_signal_does_not_cut_short_what_the_first_began() -> None:
+    """As when a terminal closes: it sends SIGHUP, and so does its shell."""
+    done: list[str] = []
+
+    async def work() -> None:
+        with chat_run._ending_on_signals():
+            try:
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(10)
+            finally:
+                for number in (signal.SIGHUP, signal.SIGTERM):
+                    os.kill(os.getpid(), number)
+                    await asyncio.sleep(0.01)
+                done.append("the engine has ended")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(work())
+    assert done

@@ -139,7 +139,8 @@ def test_retry_makes_a_branch(table: Table) -> None:
 def test_edit_offers_the_question_and_what_is_sent_becomes_a_branch(table: Table) -> None:
     table.ask("one")
     table.ask("two")
-    assert table.run("/edit").draft == "two"
+    outcome = table.run("/edit")
+    assert (outcome.draft, outcome.lines) == ("two", ("taken back, to be written anew; /branch leads back",))
     table.ask("two, but better")
     assert table.path() == ["one", "answer to one", "two, but better", "answer to two, but better"]
     lines = table.run("/branch").lines
@@ -193,6 +194,12 @@ def test_set_shows_checks_and_resets(table: Table) -> None:
         ("/undo now", "/undo takes no argument"),
         ("/save", "/save needs one: /save FILE"),
         ("/load /no/such/file", "No such file"),
+        ("/load ~nobody-here/file", "No such file"),
+        ("/load a\0b", "null byte"),
+        ("/save ~nobody-here/file", "No such file"),
+        (f"/save {'a' * 300}", "File name too long"),
+        ("/save a\0b", "null byte"),
+        ("/save a\ud800b", "surrogates not allowed"),
         ("/sessions other", "there is no session 'other'"),
         ("/drop", "no older turn"),
         ("/retry", "no question"),

@@ -95,6 +95,8 @@ def refusing(status: int, body: Any) -> web.Response:
         (refusing(429, {"error": {"message": "slow down"}}), UpstreamError, "answers 429: slow down"),
         (refusing(500, "<html>"), UpstreamError, "answers 500: Internal Server Error"),
         (refusing(302, ""), UpstreamError, "answers 302"),
+        (refusing(500, "[" * 100_000), UpstreamError, "answers 500: Internal Server Error"),
+        (refusing(400, {"more": "x" * 500_000, "error": {"message": "at the end"}}), UpstreamError, "at the end"),
         (
             refusing(400, {"error": {"message": "too many tokens", "code": "context_length_exceeded"}}),
             PromptTooLongError,
@@ -136,6 +138,21 @@ def test_a_server_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch)
         chat_server(lambda body: ["a", "b"], pause_s=5) as server,
         pytest.raises(UpstreamError, match="did not answer in time"),
     ):
+        ask(server)
+
+
+def test_a_server_that_never_ends_its_list_of_models_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_backend, "LIST_S", 0.2)
+
+    async def drip(server: ChatServer, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(ChatServer, "list_models", drip)
+    with chat_server(lambda body: []) as server, pytest.raises(UpstreamError, match="did not answer in time"):
         ask(server)
 
 
@@ -203,7 +220,16 @@ def test_tool_calls_come_in_pieces() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    ["no json", "[]", "3", '{"choices": 3}', '{"choices": [3]}', '{"choices": [{"delta": {"tool_calls": [{}]}}]}'],
+    [
+        "no json",
+        "[]",
+        "3",
+        '{"choices": 3}',
+        '{"choices": [3]}',
+        '{"choices": [{"delta": {"tool_calls": [{}]}}]}',
+        '{"choices": [], "usage": 3}',
+        '{"choices": ' + "[" * 100_000,
+    ],
 )
 def test_what_is_no_chunk_is_an_error(data: str) -> None:
     with pytest.raises(UpstreamError, match="no chunk"):

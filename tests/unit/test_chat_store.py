@@ -115,7 +115,8 @@ def damaged(**changes: Any) -> bytes:
         (b"", "is not a chat session"),
         (b"{}", "version"),
         (to_json(session_with("x"))[:-40], "is not a chat session"),
-        (damaged(version=2), "version is 2; this CoreLLM reads version 1"),
+        (damaged(version=2), "session: version is 2; this CoreLLM reads version 1"),
+        (b'{"version": 1, "name": "x", "tools": ' + b"[" * 100_000, "recursion depth"),
         (damaged(system=3), r"\$.system"),
         (damaged(sampling={"temperature": 9}), "temperature is 9"),
         (damaged(sampling={"temprature": 1}), "no setting 'temprature'"),
@@ -142,6 +143,9 @@ def test_the_state_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_STATE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert state_folder() == tmp_path / ".local/state/corellm"
+    monkeypatch.setenv("XDG_STATE_HOME", "~nobody-here/state")
+    with pytest.raises(ChatError, match="no home folder to keep sessions in; set XDG_STATE_HOME"):
+        state_folder()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

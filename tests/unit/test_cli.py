@@ -558,6 +558,16 @@ def test_a_failed_request_is_a_row_error(started: list[EngineOptions], engine: L
     assert sorted(answer["response"]["status_code"] for answer in answers()) == [200, 200, 500]
 
 
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    code = "import sys; from corellm_cli.main import run; sys.exit(run(['--help']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == ExitCode.FAILURE
+    assert (
+        done.stderr == "error: the output cannot be written: No space left on device; free space, or write elsewhere\n"
+    )
+
+
 def test_a_reader_that_leaves_is_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)

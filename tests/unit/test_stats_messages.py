@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -65,6 +67,20 @@ def test_damage_is_a_protocol_error(noise: bytes) -> None:
         open_frame(b"s" + bytes([WATCH_VERSION]) + noise)
     with pytest.raises(ProtocolError):
         open_frame(noise[:1])
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (msgspec.to_builtins(SNAPSHOT) | {"blocks": {"scale": 1, "runs": [0, 1, 2]}}, "runs has 3 numbers"),
+        (msgspec.to_builtins(TREE) | {"segments": [[1, 1, 1, 1, [], 0, -1]]}, "segment 1 has id 1 and parent 1"),
+        (msgspec.to_builtins(TREE) | {"segments": [[0, 0, 1, 1, [], 0, -1]]}, "it is no tree"),
+    ],
+)
+def test_what_could_not_be_drawn_is_refused(broken: dict[str, Any], said: str) -> None:
+    frame_of_it = bytes([0, WATCH_VERSION]) + msgspec.msgpack.encode(broken)
+    with pytest.raises(ProtocolError, match=said):
+        open_frame(frame_of_it)
 
 
 def test_a_histogram_of_another_size_is_refused() -> None:

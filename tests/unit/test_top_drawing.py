@@ -58,6 +58,17 @@ def test_stacked_bars_are_as_high_as_their_parts() -> None:
     assert cells[1][3] == ("█", "prefill", "")
 
 
+def test_without_colours_prefill_and_decode_differ_by_their_signs() -> None:
+    lines = stacked_bars([8, 2], [8, 6], top=16, rows=2)
+    assert [plain(line) for line in lines] == ["▒", "█▒"]
+
+
+def test_a_number_that_does_not_fit_its_column_does_not_pass_for_another() -> None:
+    row = request(123_456_789, prompt_tokens=1_234_567)
+    assert plain(row_line(row, 0.0, 80)).split()[0] == "123456…"
+    assert "1234567" in plain(row_line(row, 0.0, 80))
+
+
 def test_a_bar_shows_every_part_that_is_not_zero() -> None:
     line = bar([(1, "shared"), (0, "used"), (999, "cached")], 1000, 10)
     assert [(span.text, span.role) for span in line] == [("█", "shared"), ("█" * 9, "cached"), ("", "dim")]
@@ -71,6 +82,7 @@ def test_fit_gives_exactly_the_cells_asked_for(text: str, cells: int) -> None:
 
 def test_titles_and_notes_keep_to_the_line() -> None:
     assert width(rule("KV cache", [Span("50%")], 30)) == 30
+    assert plain(rule("Rates", [], 10)) == "Rates ────"
     assert width(rule("KV cache", [Span("a long note")], 9)) == 9
     assert plain(spread([Span("left")], [Span("right")], 12)) == "left   right"
     assert plain(spread([Span("left")], [Span("right")], 8)) == "left"
@@ -166,6 +178,6 @@ def test_the_tree_says_who_shares_what_and_where_prompts_part() -> None:
     text = [plain(line) for line in tree_lines(TREE, lambda token: {55: " dog"}.get(token, ""))]
     assert text[0] == "└ 5 pages = 20 tokens shared by 3: #7 #8 #9"
     assert text[1] == "  └ 2 pages = 8 tokens held by 1: #7"
-    assert text[2] == "    near miss: 3 more tokens are a neighbour's, then token 55 ' dog'"
+    assert text[2] == "    near miss: 3 more tokens alike, then 55 ' dog'"
     assert text[-2] == "└ 1 page = 4 tokens cached, held by no one"
     assert text[-1].startswith("… and more")

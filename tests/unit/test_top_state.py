@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,10 @@ from corellm.comms.stats_messages import WATCH_VERSION
 from corellm.errors import RecordingError
 from corellm_tui import top_replay
 from corellm_tui.top_explain import explain
-from corellm_tui.top_recording import Recorder, read_recording
+from corellm_tui.top_lines import plain
+from corellm_tui.top_recording import Event, Recorder, read_recording
 from corellm_tui.top_replay import Player
+from corellm_tui.top_sources import LiveSource, ReplaySource
 from corellm_tui.top_state import TopState, percentile
 from tests.support.top_material import INFO, histogram, request, snapshot
 
@@ -36,6 +39,16 @@ def test_rates_are_right_even_where_snapshots_were_lost(sequences: range) -> Non
 def test_one_snapshot_makes_no_rate() -> None:
     assert state_after(5).rates().output == 0
     assert TopState().rates().output == 0
+
+
+def test_the_hit_rate_is_that_of_all_prompts_while_none_comes() -> None:
+    state = state_after(5)
+    assert state.rates().hit == 0.25
+    same = snapshot(6).stats.kv
+    for sequence in (6, 30):
+        stats = msgspec.structs.replace(snapshot(sequence).stats, kv=same)
+        state.add(snapshot(sequence, stats=stats))
+    assert state.rates().hit == 0.25
 
 
 def test_another_engine_or_an_earlier_time_begins_anew() -> None:
@@ -70,8 +83,10 @@ def test_the_explanation_names_the_head_what_it_lacks_and_the_option() -> None:
     told = dict(explain(state))
     assert "Request 7 is at the head and lacks KV blocks" in told["The queue"]
     assert "--kv-blocks" in told["The queue"]
-    assert "1 stand behind it" in told["The queue"]
+    assert "It has 1 behind it" in told["The queue"]
+    assert "mask of tokens that its format allows next: 1." in told["The queue"]
     assert "Step 1 decoded one token for each of 3 sequences and prefilled 4 prompt tokens" in told["The last step"]
+    assert " 1 preemption because" in told["The KV cache"]
     assert "25% of all prompt tokens were found in the cache" in told["The KV cache"]
 
 
@@ -143,6 +158,7 @@ def gzipped(path: Path, text: str) -> Path:
         ("hello\n", "is no recording"),
         (f'{{"corellm_stats": {WATCH_VERSION}}}\n', "holds no event"),
         (f'{{"corellm_stats": {WATCH_VERSION}}}\n["a", 3]\n', "is no recording"),
+        (f'{{"corellm_stats": {WATCH_VERSION}}}\n[0, {"[" * 100_000}\n', "is no recording"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -159,12 +175,51 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
         read_recording(tmp_path / "missing")
     with pytest.raises(RecordingError, match="cannot write the recording"):
         Recorder(tmp_path / "no" / "folder", INFO)
+    with pytest.raises(RecordingError, match=r"plain exists; --record writes a new file"):
+        Recorder(plain, INFO)
+    assert plain.read_text() == "not gzip"
+
+
+def damaged(path: Path, event: str) -> Path:
+    """A recording of a snapshot at 0 s and this event at 1 s."""
+    good = msgspec.json.encode((0.0, snapshot(1))).decode()
+    return gzipped(path, f'{{"corellm_stats": {WATCH_VERSION}}}\n{good}\n[1, {event}]\n')
 
 
 def test_a_damaged_event_is_told_by_its_number(tmp_path: Path) -> None:
-    good = msgspec.json.encode((0.0, snapshot(1))).decode()
-    text = f'{{"corellm_stats": {WATCH_VERSION}}}\n{good}\n[1, {{"type": "Snapshot"}}]\n'
-    recording = read_recording(gzipped(tmp_path / "a.stats", text))
+    recording = read_recording(damaged(tmp_path / "a.stats", '{"type": "Snapshot"}'))
     with pytest.raises(RecordingError, match="event 2 of the recording is damaged"):
         list(recording.between(-1, 9))
     recording.close()
+
+
+@pytest.mark.parametrize("go", [lambda source: source.seek(1.0), lambda source: source.tick(1.0)])
+def test_a_replay_stops_at_a_damaged_event_and_can_be_sought_back(
+    tmp_path: Path, go: Callable[[ReplaySource], None]
+) -> None:
+    recording = read_recording(damaged(tmp_path / "a.stats", '{"type": "Snapshot"}'))
+    source = ReplaySource(Player(recording, TopState()))
+    go(source)
+    assert "event 2 of the recording is damaged" in source.state.link.message
+    assert "paused" in plain(source.status())
+    source.seek(0.5)
+    assert source.state.link.is_live
+    assert source.state.snapshot == snapshot(1)
+    recording.close()
+
+
+class FullDisk(Recorder):
+    def add(self, now: float, event: Event) -> None:
+        raise RecordingError("the recording run.stats stopped: No space left on device")
+
+
+def test_a_recording_that_ends_early_is_told_while_the_dashboard_goes_on(tmp_path: Path) -> None:
+    recorder = FullDisk(tmp_path / "run.stats", INFO)
+    source = LiveSource(None, recorder)
+    assert "● recording" in plain(source.status())
+    source._on_event(snapshot(1))
+    source._on_event(snapshot(2))
+    recorder.close()
+    assert "● recording" not in plain(source.status())
+    assert "the recording run.stats stopped: No space left on device" in plain(source.status())
+    assert source.state.snapshot == snapshot(2)
