@@ -10,6 +10,7 @@ At most two steps are in flight: one that runs and one that waits behind it, so 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 import time
@@ -80,6 +81,7 @@ class Engine:
         self._workers.watch(poller)
         self._constraints.watch(poller)
         poller.register(self._death_pipe, zmq.POLLIN)
+        gc.freeze()  # what start-up made stays; looking it over again would hold up the loop
         while not self._should_stop():
             poller.poll(TICK_MS)
             self.turn()

@@ -7,6 +7,7 @@ a heartbeat every second, so that the engine can tell busy from hung, and ends t
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -138,6 +139,7 @@ class Worker:
                 case AllocateKV():
                     executor.allocate(command)
                     executor.warm_up(self._report)
+                    gc.freeze()  # what start-up made stays; looking it over again would hold up a step
                     self.send(WorkerReady(rank=self.rank))
                 case Shutdown():
                     group.close()
