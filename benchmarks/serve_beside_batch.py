@@ -3,6 +3,8 @@
     python -m benchmarks.serve_beside_batch [--model demo] [--device cpu] [--chats 40]
 
 `corellm serve` is started on a free port; `corellm batch` then joins its engine with more rows than it can run at once.
+Reported besides: the first chat after a pause, which finds the engine full of batch rows, and what the chats cost the
+batch.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,16 @@ from typing import Any
 import aiohttp
 
 from benchmarks.report import record
+from corellm.engine.batch_share import LINGER_S
 
 CORELLM = str(Path(sys.executable).with_name("corellm"))
 PAUSE_S = 0.3  # between two chats
 ROWS = 5000
 ROW_TOKENS = 200
+CHAT_TOKENS = 16
 START_S = 600
-SETTLE_S = 5.0  # until the batch fills the engine
+FIRST_CHATS = 3  # not counted: the engine warms up, or learns that it is shared
+ALONE_S = 10.0  # for which the batch is measured without chats
 BAR = 2.0
 
 
@@ -45,14 +51,28 @@ def main() -> None:
         folder = Path(name)
         environment = {**os.environ, "XDG_RUNTIME_DIR": name}
         with _server(folder, model, device, environment) as url:
-            asyncio.run(_first_token_times(url, 3))
+            asyncio.run(_first_token_times(url, FIRST_CHATS))
             alone = asyncio.run(_first_token_times(url, chats))
             with _batch(folder, model, device, environment):
-                time.sleep(SETTLE_S)
+                time.sleep(LINGER_S)  # until the batch has the engine for itself
+                rate = _Rate(url)
+                time.sleep(ALONE_S)
+                batch_alone = rate.without(0)
+                after_pause, *_ = asyncio.run(_first_token_times(url, FIRST_CHATS))
+                rate = _Rate(url)
                 beside = asyncio.run(_first_token_times(url, chats))
+                batch_beside = rate.without(chats * CHAT_TOKENS)
     quiet, busy = _summary(alone), _summary(beside)
     ratio = busy["p99_ms"] / quiet["p99_ms"]
-    figures = {"model": model, "chats": chats, "alone": quiet, "beside_batch": busy, "p99_ratio": ratio}
+    figures = {
+        "model": model,
+        "chats": chats,
+        "alone": quiet,
+        "beside_batch": busy,
+        "p99_ratio": ratio,
+        "first_after_pause_ms": 1000 * after_pause,
+        "batch_tokens_per_s": {"alone": batch_alone, "beside_chats": batch_beside},
+    }
     print(json.dumps(figures, indent=1))
     print("recorded in", record("serve_beside_batch", figures))
     sys.exit(ratio > BAR)
@@ -98,13 +118,33 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
             process.wait()
 
 
+class _Rate:
+    """Tokens a second that the engine has generated since this began."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._began, self._before = time.perf_counter(), self._generated()
+
+    def without(self, others: int) -> float:
+        """The rate, `others` tokens not counted."""
+        return (self._generated() - self._before - others) / (time.perf_counter() - self._began)
+
+    def _generated(self) -> float:
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        found = re.search(r"^corellm:generation_tokens_total\S* (\S+)$", text, re.MULTILINE)
+        if found is None:
+            sys.exit("the server's metrics do not count generated tokens")
+        return float(found[1])
+
+
 async def _first_token_times(url: str, chats: int) -> list[float]:
     """Seconds from sending a chat to its first piece of text, for one after another."""
     times = []
     async with aiohttp.ClientSession(url) as http:
         for number in range(chats):
             messages = [{"role": "user", "content": f"What is {number} plus {number + 1}?"}]
-            body: dict[str, Any] = {"messages": messages, "max_tokens": 16, "stream": True}
+            body: dict[str, Any] = {"messages": messages, "max_tokens": CHAT_TOKENS, "stream": True}
             began = time.perf_counter()
             async with http.post("/v1/chat/completions", json=body) as response:
                 response.raise_for_status()

@@ -15,6 +15,8 @@ Rules, in order of precedence:
 5. A constrained sequence samples only while its mask is known, which is once its last token is: it alone falls back
    from one step ahead.
 6. Fence: the slot and blocks of a sequence are given back only when the result of the last step that names it is in.
+7. Where interactive requests share the engine with batch ones, `batch_share.py` bounds the batch tokens of a step, and
+   no step is planned ahead.
 
 A prompt whose log-probabilities are asked for is computed whole, until they are known.
 
@@ -24,7 +26,7 @@ the same step, may attend to them: workers run steps in order and write a layer'
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +35,9 @@ from typing import Literal
 from corellm.comms.codec import i32
 from corellm.comms.messages import I32, SlotOpen, StepPlan, StepResult
 from corellm.engine.admission import Limits, check_request
+from corellm.engine.batch_share import BatchShare
 from corellm.engine.kv_cache.allocator import KVCacheAllocator
-from corellm.engine.sequence import End, Sequence, State, by_order
+from corellm.engine.sequence import End, Order, Sequence, State, by_order, interactive
 from corellm.engine.steps import Draft, Outcome
 from corellm.errors import NumericalError, ProtocolError
 
@@ -69,6 +72,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both lists are sorted by order
         self.running: list[Sequence] = []
         self._clock = clock
+        self._share = BatchShare()
+        self._last_turn: Order = (0, 0)  # the batch row that decoded last
         self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self._closed_slots: list[int] = []  # to be told to the workers with the next plan
         self._in_flight: deque[Draft] = deque()
@@ -134,8 +139,13 @@ class Scheduler:
         return "blocks" if self._blocked is not None and self._blocked[0] == head.id else "tokens"
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when no row can be computed before something changes."""
-        draft = Draft(self._next_step, self.limits.max_batch_tokens)
+        """The next step, or None when none can or should be planned before something changes."""
+        budget = batch_budget = self.limits.max_batch_tokens
+        if self._share.is_shared(self.running, self.waiting, self._clock()):
+            if self._in_flight:
+                return None
+            batch_budget = self._share.next(self.running, self._head())
+        draft = Draft(self._next_step, budget, batch_budget)
         self._schedule_decodes(draft)
         decodes = len(draft.slots)
         self._schedule_prefills(draft)
@@ -193,6 +203,7 @@ class Scheduler:
                 outcome.ended.append(sequence)
             elif sequence.awaits_mask:
                 outcome.constrained.append((sequence, token))
+        self._share.learn(in_flight.prompt_tokens, in_flight.batch_tokens, result.seconds)
         self.counters.output_tokens += len(outcome.tokens)
         self.counters.last_step_s = result.seconds
         self.counters.busy_s += result.seconds
@@ -203,11 +214,37 @@ class Scheduler:
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
+    def _head(self) -> Sequence | None:
+        """Who is to enter next."""
+        return next((sequence for sequence in self.waiting if not sequence.awaits_mask), None)
+
     def _schedule_decodes(self, draft: Draft) -> None:
-        # The hot loop: every line runs once a row a step. Over a copy, since growing may preempt from the tail.
+        """One token for everybody who can decode, or for as many of the batch class as it has a share, in turn."""
+        running, slots = self.running, draft.slots
+        if draft.batch_budget >= len(running):
+            self._decode(running.copy(), draft)
+        else:
+            urgent = interactive(running)
+            after = bisect_right(running, self._last_turn, lo=urgent, key=by_order)
+            turns = running[after:] + running[urgent:after]
+            self._decode(running[:urgent], draft)
+            most = len(slots) + draft.batch_budget
+            while turns and (left := most - len(slots)):  # not every row can decode
+                self._decode(turns[:left], draft)
+                del turns[:left]
+        draft.counts = [1] * len(slots)
+        draft.samples = [1] * len(slots)
+        draft.budget -= len(slots)
+        draft.batch_tokens = len(slots) - interactive(draft.sampling)
+        if draft.batch_tokens:
+            self._last_turn = draft.sampling[-1].order
+
+    def _decode(self, sequences: list[Sequence], draft: Draft) -> None:
+        """Add a row for each of these that can decode. Growing one may preempt another."""
+        # The hot loop: every line runs once a row a step.
         step, running = draft.step, State.RUNNING
         slots, sampling = draft.slots, draft.sampling
-        for sequence in self.running.copy():
+        for sequence in sequences:
             fed = sequence.scheduled + 1
             if (
                 fed != sequence.total
@@ -227,22 +264,16 @@ class Scheduler:
                 sampling.append(sequence)
             else:
                 draft.sample(sequence)
-        draft.counts = [1] * len(slots)
-        draft.samples = [1] * len(slots)
-        draft.budget -= len(slots)
 
     def _schedule_prefills(self, draft: Draft) -> None:
         for sequence in self.running:
             if draft.budget == 0:
                 return
-            if sequence.is_prefilling:
+            if sequence.is_prefilling and draft.room(sequence):
                 self._feed(sequence, draft)
 
     def _admit(self, draft: Draft) -> None:
-        while draft.budget > 0:
-            sequence = next((waiting for waiting in self.waiting if not waiting.awaits_mask), None)
-            if sequence is None:
-                return
+        while (sequence := self._head()) is not None and draft.room(sequence):
             if self._blocked == (sequence.id, self._changes):
                 return  # nothing has come back or been published since it last did not fit
             if self._enter(sequence, draft):
@@ -286,8 +317,8 @@ class Scheduler:
     def _feed(self, sequence: Sequence, draft: Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
         tokens = sequence.known()
-        count = min(draft.budget, sequence.total - sequence.scheduled)
-        draft.budget -= count
+        count = min(draft.room(sequence), sequence.total - sequence.scheduled)
+        draft.spend(sequence, count)
         if sequence.scored < sequence.prompt_len and sequence.scheduled < sequence.prompt_len - 1:
             draft.scoring[len(draft.slots)] = sequence
         sequence.scheduled += count

@@ -15,6 +15,7 @@ Token counts, all from the first token of the prompt:
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -121,6 +122,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def is_batch(self) -> bool:
+        """Of a class that yields to people who wait for an answer."""
+        return self.order[0] > 0
+
+    @property
     def is_prefilling(self) -> bool:
         return self.prefill is not None
 
@@ -138,3 +144,8 @@ class Sequence:
 def by_order(sequence: Sequence) -> Order:
     """Sort key: the most urgent and then the oldest first."""
     return sequence.order
+
+
+def interactive(ordered: list[Sequence]) -> int:
+    """How many of these are interactive; they come first in the order of `by_order`."""
+    return bisect_right(ordered, False, key=lambda sequence: sequence.is_batch)

@@ -15,18 +15,24 @@ from corellm.errors import ProtocolError
 class Draft:
     """A plan in the making. `budget` is how many more tokens it may have.
 
+    Tokens of the batch class have a budget of their own within it. They are counted in `batch_tokens`, those of
+    interactive prompts in `prompt_tokens`.
+
     `sampling` lists the sequences of its sampling rows, `scoring` those whose row brings log-probabilities of their
     prompt, by the row's index.
     """
 
     __slots__ = (
-        "append_blocks", "append_slots", "budget", "counts", "mask_rows", "masks", "opens", "samples", "sampling",
-        "scoring", "slots", "step",
+        "append_blocks", "append_slots", "batch_budget", "batch_tokens", "budget", "counts", "mask_rows", "masks",
+        "opens", "prompt_tokens", "samples", "sampling", "scoring", "slots", "step",
     )  # fmt: skip
 
-    def __init__(self, step: int, budget: int) -> None:
+    def __init__(self, step: int, budget: int, batch_budget: int) -> None:
         self.step = step
         self.budget = budget
+        self.batch_budget = batch_budget
+        self.batch_tokens = 0
+        self.prompt_tokens = 0
         self.opens: list[SlotOpen] = []
         self.append_slots: list[int] = []
         self.append_blocks: list[int] = []
@@ -37,6 +43,18 @@ class Draft:
         self.masks: list[I32] = []
         self.sampling: list[Sequence] = []
         self.scoring: dict[int, Sequence] = {}
+
+    def room(self, sequence: Sequence) -> int:
+        """How many tokens of this sequence the step may still have."""
+        return min(self.budget, self.batch_budget - self.batch_tokens) if sequence.is_batch else self.budget
+
+    def spend(self, sequence: Sequence, count: int) -> None:
+        """Account for `count` tokens that are fed to a sequence."""
+        self.budget -= count
+        if sequence.is_batch:
+            self.batch_tokens += count
+        else:
+            self.prompt_tokens += count
 
     def sample(self, sequence: Sequence) -> None:
         """The row being planned samples; a constrained sequence's mask goes with it, and the next one is awaited."""

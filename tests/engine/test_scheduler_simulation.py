@@ -10,10 +10,12 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import PromptLogprobs, Request, Sampling, StepPlan, StepResult
 from corellm.engine.admission import Limits
+from corellm.engine.batch_share import LINGER_S
 from corellm.engine.kv_cache import make_allocator
 from corellm.engine.scheduler import Scheduler
 from corellm.engine.sequence import End, Sequence, State
@@ -48,6 +50,10 @@ MUST_HAPPEN = (
     "constrained and preempted",
     "masks that others did not wait for",
     "scored and preempted",
+    "shared",
+    "held back",
+    "waited its turn",
+    "shared no more",
 )
 MOST_EVENTS = 3000  # a world that needs more is stuck
 
@@ -76,13 +82,19 @@ class World:
         self.verdicts: list[Sequence] = []  # constrained ones whose next mask is being worked out
         self.ends: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
+        self.priorities = rng.choice([(0,), (1,), (0, 1), (0, 1)])
+        self.pace = rng.choice([0.1, 1.0, 20.0])  # seconds an event
+        self.shared_until = -LINGER_S
+        self.held_back = False  # the last shared step, for the sake of an interactive prompt
+        self.last_row: dict[int, int] = {}  # the last step that computed a token of each sequence
+        self.passed_over: dict[int, int] = {}  # since which step, of batch rows that could have decoded in every turn
 
     def run(self) -> Counter[str]:
         """Requests come for a while, then everything must come to its end."""
         rng = self.rng
         arrivals = rng.randint(3, 14)
         for _ in range(MOST_EVENTS):
-            self.now += 1.0
+            self.now += self.pace
             choice = rng.random()
             if choice < 0.01 and self.sequences:
                 self.abort(rng.choice(self.sequences))
@@ -123,7 +135,7 @@ class World:
             prompt_logprobs=rng.choice([0, 2]) if rng.random() < 0.2 else None,
         )
         constraint = JsonConstraint("{}") if is_constrained(sampling) else None
-        priority, tag = rng.choice([0, 1]), len(self.sequences)
+        priority, tag = rng.choice(self.priorities), len(self.sequences)
         return Request(
             tag=tag, prompt=i32(prompt), sampling=sampling, priority=priority, cache_salt="tenant" if salt else "",
             constraint=constraint,
@@ -167,6 +179,11 @@ class World:
         running, slots = self.scheduler.running.copy(), self.slots_by_sequence()
         retiring, queue = self.retiring(), self.queue()
         first, free = queue[0].order[0] if queue else None, {s.id for s in running if not s.awaits_mask}
+        owners, shared = {s.slot: s for s in running}, self.is_shared()
+        if shared and not self.results:
+            prompt_is_due = first == 0 or any(s.order[0] == 0 and slots[s.id].prefills for s in running)
+            self.held_back = prompt_is_due and not self.held_back
+            self.counts["held back"] += self.held_back
         plan = self.scheduler.schedule()
         if plan is None:
             pending = self.scheduler.running or self.scheduler.waiting
@@ -174,14 +191,22 @@ class World:
                 "nothing is in flight and nothing is planned for what is open"
             )
             return
-        left = self.check_order(plan, running, slots, free)
+        left = self.check_order(plan, running, slots, free, shared=shared)
+        owners.update((s.slot, s) for s in self.scheduler.running)
+        if shared:
+            batch = [s for s in running if slots[s.id].can_decode and s.id in free and s.order[0] == 1]
+            waits = [s for s in batch if s not in left and not self.needs_block(slots[s.id])]
+            self.check_share(plan, owners, batch, waits)
+        for slot in plan.row_slots.tolist():
+            self.last_row[owners[slot].id] = plan.step
+            self.passed_over.pop(owners[slot].id, None)
         grows = any(slot.can_decode and key in free and self.needs_block(slot) for key, slot in slots.items())
         self.counts["masks that others did not wait for"] += bool(self.verdicts)
         self.counts["constrained and preempted"] += sum(s.constraint is not None for s in left)
         self.counts["scored and preempted"] += sum(s.scored < s.prompt_len for s in left)
         if retiring or not grows:
             assert all(first is not None and first < s.order[0] for s in left), "a preemption that nothing asked for"
-        self.results.append(self.worker.run(plan))
+        self.results.append(replace(self.worker.run(plan), seconds=self.rng.choice([0.001, 0.02, 0.05])))
 
     def collect(self) -> None:
         slots = {sequence: sequence.slot for sequence in self.sequences}
@@ -226,12 +251,40 @@ class World:
         """Blocks are on their way back, behind a fence."""
         return any(s.slot >= 0 and s.state is not State.RUNNING for s in self.sequences)
 
+    def is_shared(self) -> bool:
+        """Interactive requests are beside batch ones, or were some seconds ago."""
+        classes = {s.order[0] for s in self.scheduler.running + self.scheduler.waiting}
+        if 0 in classes:
+            self.shared_until = self.now + LINGER_S
+        shared = 1 in classes and self.now < self.shared_until
+        self.counts["shared"] += shared
+        self.counts["shared no more"] += 0 < self.shared_until <= self.now
+        return shared
+
+    def check_share(
+        self, plan: StepPlan, owners: dict[int, Sequence], batch: list[Sequence], free: list[Sequence]
+    ) -> None:
+        """What batch rows that can decode get of a shared step; nothing but the share keeps the `free` ones from it."""
+        assert not self.results, "a shared step is planned ahead"
+        rows = {owners[slot].id for slot in plan.row_slots.tolist()}
+        if self.held_back:
+            assert all(owners[slot].order[0] == 0 for slot in plan.row_slots.tolist()), "batch rows beside a prompt"
+            return
+        passed_over = [s.id for s in free if s.id not in rows]
+        self.passed_over = {key: self.passed_over.get(key, plan.step) for key in passed_over}
+        chosen = [self.last_row[s.id] for s in batch if s.id in rows]
+        if passed_over:
+            assert chosen, "the batch gets nothing, and not for the sake of a prompt"
+            assert max(chosen) < min(self.passed_over.values()), "a row has two turns while another waits for its own"
+            self.counts["waited its turn"] += 1
+
     def check_order(
-        self, plan: StepPlan, before: list[Sequence], slots: dict[int, Slot], free: set[int]
+        self, plan: StepPlan, before: list[Sequence], slots: dict[int, Slot], free: set[int], *, shared: bool
     ) -> list[Sequence]:
         """Who got a row and who was passed over; returns who had to leave.
 
-        `before`, `slots` and `free` (to sample) are as they were before the plan.
+        `before`, `slots` and `free` (to sample) are as they were before the plan. In a shared step batch rows may be
+        passed over.
         """
         rows = dict(zip(plan.row_slots.tolist(), plan.row_tokens.tolist(), strict=True))
         opened = {opening.slot for opening in plan.opens}
@@ -248,16 +301,21 @@ class World:
         for sequence in decoding:
             needs_block = self.needs_block(slots[sequence.id])
             full = spent == self.limits.max_batch_tokens and set(rows.values()) == {1}
-            assert sequence.slot in rows or needs_block or full, "a decode was passed over"
+            yields = shared and sequence.order[0] == 1
+            assert sequence.slot in rows or needs_block or full or yields, "a decode was passed over"
         for sequence in prefilling:
-            assert sequence.slot in rows or spent == self.limits.max_batch_tokens, "budget is left for this prefill"
+            yields = shared and sequence.order[0] == 1
+            full = spent == self.limits.max_batch_tokens
+            assert sequence.slot in rows or full or yields, "budget is left for this prefill"
         order = [number[slot] for slot in rows if slot in number]
         groups = [0 if s in decoding else 1 if s in stayed else 2 for s in order]
         assert groups == sorted(groups), "decodes go first, then prefills in progress, then new sequences"
         for group in range(3):
             orders = [s.order for s, its in zip(order, groups, strict=True) if its == group]
+            if shared and group == 0:  # batch rows take turns, as `check_share` verifies
+                orders = [(key, 0 if key else number) for key, number in orders]
             assert orders == sorted(orders), "more urgent and older ones go first"
-        if not self.results:
+        if not self.results and not shared:
             self.check_progress(rows, [s for s in before if s.id in free], decoding)
         if spent < self.limits.max_batch_tokens and not left:
             self.check_classes()
