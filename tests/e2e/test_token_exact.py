@@ -18,7 +18,7 @@ from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.reference import Greedy, count_ties, generate_greedy
 from tests.support.tiny_llama import make_tiny_llama, tiny_prompts
 
-PROMPTS = int(os.environ.get("CORELLM_EXACT_PROMPTS", "40"))
+PROMPTS = int(os.environ.get("CORELLM_EXACT_PROMPTS", "28"))
 NEW_TOKENS = 12
 CORPUS = Path(__file__).parents[2] / "LICENSE"
 CHUNKS = {"whole": 4096, "tiny": 40}

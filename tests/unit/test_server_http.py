@@ -116,7 +116,7 @@ def test_damaged_bodies_are_refused_without_a_word_in_the_log(caplog: pytest.Log
     async def test(server: Served) -> None:
         for rest in (
             "Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            "Content-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
+            "Connection: close\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
         ):
             assert b" 400 " in (await server.exchange((head + rest).encode())).splitlines()[0]
 
