@@ -20,7 +20,7 @@ test: check $(MATERIAL)/tokenizer.json ## Run every test and check that needs no
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-gpu: .venv/dev ## Run the tests that need an NVIDIA GPU; with two, tensor parallelism as well.
-	$(BIN)/python -m pytest -m gpu tests/gpu -s
+	$(BIN)/python -m pytest -m gpu -s -o filterwarnings=default # torch warns of its own debug modes there
 
 check: .venv/dev .venv/types ## Report on format, lint, types and layering; changes nothing.
 	$(BIN)/ruff format --check .

@@ -10,7 +10,7 @@ import typer
 from corellm.config import EngineOptions
 from corellm.errors import OptionError
 
-from .options import SamplingDefaults, counted, expand
+from .options import AttachTo, NewEngine, SamplingDefaults, check_attach, counted, expand, is_set
 
 HELP = "Answer the rows of a JSONL file; run the same command again to go on after any interruption."
 
@@ -45,16 +45,8 @@ def batch(
     json_summary: Annotated[
         bool, typer.Option("--json-summary", help="Summary as JSON, on stdout (on stderr if rows go there).")
     ] = False,
-    attach_to: Annotated[
-        str | None,
-        typer.Option("--engine", metavar="NAME", help="Use the running engine of this name.", rich_help_panel="Engine"),
-    ] = None,
-    new_engine: Annotated[
-        bool,
-        typer.Option(
-            "--new-engine", help="Start one, even if one runs that serves the model.", rich_help_panel="Engine"
-        ),
-    ] = False,
+    attach_to: AttachTo = None,
+    new_engine: NewEngine = False,
     *,
     sampling: SamplingDefaults,
     engine: EngineOptions,
@@ -66,11 +58,9 @@ def batch(
     if output == "-" and (restart or retry_errors):
         flag = "--restart" if restart else "--retry-errors"
         raise OptionError(f"{flag} needs an output that can be gone on with, and rows go to stdout; give -o OUT.jsonl")
-    if attach_to is not None and new_engine:
-        raise OptionError("--engine and --new-engine contradict each other; give one of them")
+    check_attach(attach_to, new_engine)
     defaults = sampling.given()
-    source = context.get_parameter_source("seed")
-    if source is not None and source.name != "DEFAULT":
+    if is_set(context, "seed"):
         defaults["seed"] = engine.seed  # not otherwise: rows with the same prompt are to differ
     from .batch_run import BatchCommand, run_batch
 

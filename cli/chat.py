@@ -13,7 +13,7 @@ import typer
 from corellm.config import EngineOptions, flag_name
 from corellm.errors import OptionError
 
-from .options import ChatSampling, expand
+from .options import AttachTo, ChatSampling, NewEngine, check_attach, expand, is_set
 
 HELP = "Chat with a model, here or on a server; with a pipe or --prompt, answer once."
 _SERVER = "Instead of an engine, a server"
@@ -57,16 +57,8 @@ def chat(
             rich_help_panel=_SERVER,
         ),
     ] = None,
-    attach_to: Annotated[
-        str | None,
-        typer.Option("--engine", metavar="NAME", help="Use the running engine of this name.", rich_help_panel="Engine"),
-    ] = None,
-    new_engine: Annotated[
-        bool,
-        typer.Option(
-            "--new-engine", help="Start one, even if one runs that serves the model.", rich_help_panel="Engine"
-        ),
-    ] = False,
+    attach_to: AttachTo = None,
+    new_engine: NewEngine = False,
     *,
     sampling: ChatSampling,
     engine: EngineOptions,
@@ -74,16 +66,14 @@ def chat(
     """Check the options, chat, leave with its exit code."""
     if session is not None and continue_last:
         raise OptionError("--session and --continue contradict each other; give one of them")
-    if attach_to is not None and new_engine:
-        raise OptionError("--engine and --new-engine contradict each other; give one of them")
+    check_attach(attach_to, new_engine)
     if url is not None:
         _check_url(url)
         _check_no_engine(context)
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise OptionError("--api-key has characters that no key has; look for a line end or a quote in it")
     settings = sampling.given()
-    source = context.get_parameter_source("seed")
-    if source is not None and source.name != "DEFAULT":
+    if is_set(context, "seed"):
         settings["seed"] = engine.seed
     from .chat_run import ChatCommand, run_chat
 

@@ -22,6 +22,26 @@ from corellm.sampling_params import SamplingParams
 
 Command = Callable[..., None]
 Parser = Callable[[typer.Context, str | None], Any]
+AttachTo = Annotated[
+    str | None,
+    typer.Option("--engine", metavar="NAME", help="Use the running engine of this name.", rich_help_panel="Engine"),
+]
+NewEngine = Annotated[
+    bool,
+    typer.Option("--new-engine", help="Start one, even if one runs that serves the model.", rich_help_panel="Engine"),
+]
+
+
+def check_attach(attach_to: str | None, new_engine: bool) -> None:
+    """Raise `OptionError` when a command is to use a running engine and a new one."""
+    if attach_to is not None and new_engine:
+        raise OptionError("--engine and --new-engine contradict each other; give one of them")
+
+
+def is_set(context: typer.Context, name: str) -> bool:
+    """Whether the option was given, on the command line or by its variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _sampling(help: str) -> Any:

@@ -22,7 +22,7 @@ FINE, COARSE = 8, 32  # steps between widths, up to 256 rows and beyond
 class Computed:
     """What a forward pass leaves on the device, of n tokens and s sampling rows; valid until the next pass begins."""
 
-    hidden: Tensor  # [n, hidden]; of the last layer, normed
+    hidden: Tensor  # [n, hidden]; of the last layer, before the last norm
     logits: Tensor | None  # [s, v], on rank 0
     tokens: Tensor  # [s] int64
     failed: Tensor  # [s] bool
