@@ -45,6 +45,7 @@ from corellm.errors import CoreLLMError, EngineDeadError, InvalidRequestError, P
 STEPS_IN_FLIGHT = 2
 TICK_MS = 250  # the longest that the loop sleeps
 DRAIN_S = 30.0  # from the first SIGTERM to the end, whatever is still open
+SETTLE_S = 0.5  # for the steps in flight at the end, when nobody waits for them
 
 
 class Engine:
@@ -85,7 +86,17 @@ class Engine:
         while not self._should_stop():
             poller.poll(TICK_MS)
             self.turn()
+        self.settle()
         self._stats.publish_last(self._scheduler)
+
+    def settle(self) -> None:
+        """Where every request has ended, take in the steps in flight: rows that were planned before they ended hold
+        their blocks until then, and the last figures are to be whole."""
+        deadline = time.monotonic() + SETTLE_S
+        while not self._open and self._scheduler.in_flight and time.monotonic() < deadline:
+            for result in self._workers.receive():
+                self._collect(result)
+            time.sleep(0.001)
 
     def turn(self) -> None:
         """One round of the loop: whatever has come in, and the plans and messages that follow from it."""

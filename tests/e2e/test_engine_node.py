@@ -10,6 +10,7 @@ import pytest
 
 from corellm import CoreLLMError, EngineNode, SamplingParams
 from corellm.errors import EngineDeadError, InvalidRequestError, PromptTooLongError, RequestAbortedError
+from tests.support.idle import idle_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
@@ -125,7 +126,7 @@ def test_asyncio_and_cancellation(engine: EngineNode) -> None:
         return len(answers)
 
     assert asyncio.run(work()) == 2
-    wait_until_idle(engine)
+    idle_stats(engine)
 
 
 def test_abort_ends_what_is_open(engine: EngineNode) -> None:
@@ -135,17 +136,7 @@ def test_abort_ends_what_is_open(engine: EngineNode) -> None:
     timer.start()
     with pytest.raises(RequestAbortedError):
         engine.generate(["A", "B"], SamplingParams(max_tokens=1500, ignore_eos=True))
-    wait_until_idle(engine)
-
-
-def wait_until_idle(engine: EngineNode) -> None:
-    """Blocks in use return to 0 within 2 s."""
-    import time
-
-    deadline = time.monotonic() + 2
-    while engine.stats().kv.in_use:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    idle_stats(engine)
 
 
 def test_outside_of_its_life_it_says_so(demo_model: Path) -> None:

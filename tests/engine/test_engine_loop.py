@@ -379,6 +379,28 @@ def test_garbage_drops_its_sender_and_nothing_else(engine: EngineThread, garbage
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("answers", [True, False], ids=["a worker that answers", "one that does not"])
+def test_an_engine_that_ends_takes_in_the_steps_of_rows_that_have_ended(tmp_path: Path, *, answers: bool) -> None:
+    with fake_engine(tmp_path) as engine:
+        engine.workers.paused = True
+
+        async def leave_with_a_step_in_flight() -> None:
+            async with connected(engine) as client:
+                client.submit([1] * 9, Sampling(max_tokens=5))
+                engine.until(lambda: engine.scheduler.in_flight > 0, "a step in flight")
+
+        asyncio.run(leave_with_a_step_in_flight())
+        engine.until(lambda: not engine.scheduler.running, "the end of its request")
+        assert engine.scheduler.kv.stats().in_use > 0
+        engine.workers.paused = not answers
+        engine.stop()
+        assert (engine.scheduler.kv.stats().in_use == 0) == answers
+        engine.workers.paused = False
+        while engine.scheduler.in_flight:
+            for result in engine.workers.receive():
+                engine.scheduler.collect(result)
+
+
 def test_a_number_used_twice_is_refused(engine: EngineThread) -> None:
     socket = raw_front_end(engine)
     answer(socket)  # Ready

@@ -72,7 +72,7 @@ def test_a_watcher_may_join_at_any_moment_and_hears_of_the_present(tmp_path: Pat
 def test_block_runs_are_the_allocators_states(tmp_path: Path) -> None:
     with fake_engine(tmp_path, blocks=64) as engine, watching(engine.folder) as watcher:
         asyncio.run(run_requests(engine, [[5] * 50], 2))
-        blocks = watcher.until(lambda s: s.stats.finished == 1 and not s.stats.running, "the end")[-1].blocks
+        blocks = watcher.until(lambda s: s.stats.finished == 1 and not s.stats.kv.in_use, "the end")[-1].blocks
         states = np.repeat(blocks.runs[::2], blocks.runs[1::2])
         assert states.tolist() == list(engine.scheduler.kv.states)
         kv = engine.scheduler.kv.stats()

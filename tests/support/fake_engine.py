@@ -121,6 +121,7 @@ class EngineThread:
                 while self._outbox:
                     self.front_ends.broadcast(self._outbox.popleft())
                 time.sleep(0.0005)
+            engine.settle()
         except CoreLLMError as error:
             self.error = error
         finally:
@@ -137,9 +138,13 @@ class EngineThread:
             assert time.monotonic() < deadline, f"5 s have passed without {what}"
             time.sleep(0.005)
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the loop as the engine's own process would."""
         self._stop.set()
         self._thread.join(5)
+
+    def close(self) -> None:
+        self.stop()
         self.front_ends.close()
         self._stats.close()
         self.constraints.close()
