@@ -17,7 +17,8 @@ demo: .venv/demo ## Answer examples/demo.jsonl with the demo model, on this mach
 	@$(BIN)/python examples/show.py examples/demo.jsonl demo.out.jsonl
 
 test: check $(MATERIAL)/tokenizer.json ## Run every test and check that needs no GPU.
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" --ignore tests/e2e --numprocesses logical --dist loadfile
+	$(BIN)/python -m pytest -m "not gpu" tests/e2e # alone on the machine: whole engines, and how soon things must end
 
 test-gpu: .venv/dev ## Run the tests that need an NVIDIA GPU; with two, tensor parallelism as well.
 	$(BIN)/python -m pytest -m gpu -s -o filterwarnings=default # torch warns of its own debug modes there
