@@ -184,7 +184,7 @@ class Worker:
         if settings.load_format == "dummy":
             weights = dummy_weights(table, slab, dtype, settings.seed, rank)
         else:
-            weights = load_weights(checkpoint, table, slab, dtype, self._report)
+            weights = load_weights(checkpoint, table, slab, dtype, group, self._report)
         kv_memory = slab.view(table.nbytes, (kv_bytes,), torch.uint8)
         executor = Executor(
             spec, weights, kv_memory, page_size=settings.page_size, device=device, dtype=dtype, group=group

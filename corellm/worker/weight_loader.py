@@ -7,7 +7,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import torch
 from corellm.checkpoint import DTYPE_BYTES, Checkpoint, TensorRef
 from corellm.comms.messages import Progress
 from corellm.errors import CheckpointError
+from corellm.layers.parallel import Collectives
 from corellm.models.llama.spec import Shard, WeightEntry, WeightTable
 from corellm.worker.slab import Slab
 from corellm.worker.weight_sinks import Sink, make_sink
@@ -51,29 +52,31 @@ def load_weights(
     table: WeightTable,
     slab: Slab,
     dtype: torch.dtype,
+    group: Collectives,
     report: Callable[[Progress], None],
     *,
     threads: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read every weight of `table` into `slab`, converting to `dtype`, and return them by name.
 
-    Only this rank's parts are read. `report` is called from the calling thread, at most ten times a second; its `done`
-    counts the bytes that the files have delivered. A tied `head` is the same tensor as `embed`.
+    The ranks of `group` read each byte of the files once in all: their own parts, and rank 0 what everyone has, which
+    it sends to the others. `report` is called from the calling thread, at most ten times a second; its `done` counts
+    the bytes that the files have delivered. A tied `head` is the same tensor as `embed`.
 
     Raises `CheckpointError`, naming file and tensor, when a file is shorter than it was when opened or cannot be read.
     """
     weights = _views(table, slab, dtype)
     for entry in table.entries:
         weights[entry.name][_filled_rows(entry) :].zero_()
-    pieces = [
-        piece
-        for entry in table.entries
-        for shard in entry.shards
-        for piece in _pieces(entry, shard, checkpoint.tensors[shard.tensor], dtype.itemsize)
-    ]
-    # In file order, so that the disk reads ahead.
-    pieces.sort(key=lambda piece: (piece.file, piece.start))
-    _Reader(pieces, slab, dtype).run(report, threads or min(MAX_THREADS, max(2, os.cpu_count() or 2)))
+    alone = group.size == 1
+    whole = [] if alone else [entry for entry in table.entries if entry.is_whole]
+    sent = [] if group.rank else _all_pieces(whole, checkpoint, dtype.itemsize)
+    own = _all_pieces([e for e in table.entries if alone or not e.is_whole], checkpoint, dtype.itemsize)
+    reader = _Reader(slab, dtype, sum(piece.nbytes for piece in (*sent, *own)))
+    reader.run(sent, report, 1)  # first, while no rank is far ahead of the others, who wait for it
+    for entry in whole:
+        group.broadcast(weights[entry.name])
+    reader.run(own, report, threads or min(MAX_THREADS, max(2, os.cpu_count() or 2)))
     return weights
 
 
@@ -86,9 +89,8 @@ def dummy_weights(table: WeightTable, slab: Slab, dtype: torch.dtype, seed: int,
     generator = torch.Generator(slab.device)
     for entry in table.entries:
         weight = weights[entry.name]
-        sharded = len(entry.shape) > 1
-        generator.manual_seed(_derive_seed(seed, entry.name, rank if sharded else 0))
-        if sharded:
+        generator.manual_seed(_derive_seed(seed, entry.name, 0 if entry.is_whole else rank))
+        if not entry.is_whole:
             fan_in = entry.shards[0].shape[1]
             filled = _filled_rows(entry)
             _fill_normal(weight[:filled], 0.0, fan_in**-0.5, generator)
@@ -123,6 +125,17 @@ def _fill_normal(weight: torch.Tensor, mean: float, std: float, generator: torch
         part.copy_(block[: part.numel()].normal_(mean, std, generator=generator))
 
 
+def _all_pieces(entries: Sequence[WeightEntry], checkpoint: Checkpoint, itemsize: int) -> list[Piece]:
+    """What fills these entries, in file order, so that the disk reads ahead."""
+    pieces = [
+        piece
+        for entry in entries
+        for shard in entry.shards
+        for piece in _pieces(entry, shard, checkpoint.tensors[shard.tensor], itemsize)
+    ]
+    return sorted(pieces, key=lambda piece: (piece.file, piece.start))
+
+
 def _pieces(entry: WeightEntry, shard: Shard, ref: TensorRef, itemsize: int) -> Iterator[Piece]:
     source = DTYPE_BYTES[ref.dtype]
     width = math.prod(shard.shape[1:])
@@ -153,9 +166,9 @@ class _Reader:
     row, under `_rows_lock`.
     """
 
-    def __init__(self, pieces: list[Piece], slab: Slab, dtype: torch.dtype) -> None:
-        self._todo = deque(pieces)
-        self._total = sum(piece.nbytes for piece in pieces)
+    def __init__(self, slab: Slab, dtype: torch.dtype, total: int) -> None:
+        self._todo: deque[Piece] = deque()
+        self._total = total  # bytes, of all that is going to be read
         self._slab = slab
         self._dtype = dtype
         self._done = 0
@@ -163,9 +176,13 @@ class _Reader:
         self._rows_lock = threading.Lock()
         self._files: dict[Path, int] = {}
 
-    def run(self, report: Callable[[Progress], None], threads: int) -> None:
+    def run(self, pieces: Sequence[Piece], report: Callable[[Progress], None], threads: int) -> None:
+        """Read `pieces`, if there are any."""
+        if not pieces:
+            return
+        self._todo.extend(pieces)
         with ExitStack() as stack:
-            for file in {piece.file for piece in self._todo}:
+            for file in {piece.file for piece in pieces}:
                 self._files[file] = _open(file)
                 stack.callback(os.close, self._files[file])
             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="weights"))

@@ -17,6 +17,7 @@ from corellm.comms.messages import Progress
 from corellm.errors import CheckpointError, OutOfMemoryError
 from corellm.models.llama.spec import weight_table
 from corellm.worker import weight_loader
+from corellm.worker.collectives import SingleRank
 from corellm.worker.slab import Slab
 from corellm.worker.weight_loader import dummy_weights, load_weights
 from tests.support.tiny_llama import make_tiny_llama
@@ -24,13 +25,35 @@ from tests.support.tiny_llama import make_tiny_llama
 CPU = torch.device("cpu")
 
 
+class Turns:
+    """Ranks that load one after the other, rank 0 first: what it broadcast, the others receive in the same order."""
+
+    def __init__(self, rank: int, size: int, sent: list[torch.Tensor]) -> None:
+        self.rank, self.size = rank, size
+        self._sent, self._received = sent, iter(list(sent))
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank:
+            return x.copy_(next(self._received))
+        self._sent.append(x.clone())
+        return x
+
+
+def load_ranks(
+    checkpoint: Checkpoint, dtype: torch.dtype, tp: int, device: torch.device = CPU
+) -> list[dict[str, torch.Tensor]]:
+    sent: list[torch.Tensor] = []
+    return [load(checkpoint, dtype, Turns(rank, tp, sent), device) for rank in range(tp)]
+
+
 def load(
-    checkpoint: Checkpoint, dtype: torch.dtype, tp: int = 1, rank: int = 0, device: torch.device = CPU
+    checkpoint: Checkpoint, dtype: torch.dtype, group: Turns | SingleRank | None = None, device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
-    table = weight_table(checkpoint.spec, dtype.itemsize, tp, rank)
+    group = group or SingleRank()
+    table = weight_table(checkpoint.spec, dtype.itemsize, group.size, group.rank)
     slab = Slab(table.nbytes, device)
     slab.data.fill_(0x7F)  # what is not written shows
-    return load_weights(checkpoint, table, slab, dtype, lambda progress: None, threads=3)
+    return load_weights(checkpoint, table, slab, dtype, group, lambda progress: None, threads=3)
 
 
 def expected(state: dict[str, torch.Tensor], tp: int, rank: int, layers: int) -> dict[str, torch.Tensor]:
@@ -73,8 +96,7 @@ def test_ranks_hold_their_parts_of_every_tensor(
     state = make_tiny_llama(tmp_path, heads=8, kv_heads=4, vocab=131, shard_size="60KB").state_dict()
     checkpoint = open_checkpoint(tmp_path, "auto")
     assert len({ref.file for ref in checkpoint.tensors.values()}) > 1
-    for rank in range(tp):
-        weights = load(checkpoint, torch.float32, tp, rank)
+    for rank, weights in enumerate(load_ranks(checkpoint, torch.float32, tp)):
         assert_same(weights, expected(state, tp, rank, layers=2), torch.float32)
 
 
@@ -85,7 +107,7 @@ def test_weights_are_converted_as_torch_does(
 ) -> None:
     monkeypatch.setattr(weight_loader, "PIECE_BYTES", 4096)
     state = make_tiny_llama(tmp_path, dtype=stored).state_dict()
-    weights = load(open_checkpoint(tmp_path, "auto"), wanted, tp=2, rank=1)
+    weights = load_ranks(open_checkpoint(tmp_path, "auto"), wanted, 2)[1]
     assert_same(weights, expected(state, 2, 1, layers=2), wanted)
 
 
@@ -95,9 +117,9 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
     assert weights["head"] is weights["embed"]
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_ranks_together_read_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
-    make_tiny_llama(tmp_path, heads=8, kv_heads=4)
+    make_tiny_llama(tmp_path, heads=8, kv_heads=8)
     checkpoint = open_checkpoint(tmp_path, "auto")
     file = tmp_path / "model.safetensors"
     reads: list[tuple[int, int]] = []
@@ -109,13 +131,12 @@ def test_ranks_together_read_each_byte_once(tmp_path: Path, monkeypatch: pytest.
         return count
 
     monkeypatch.setattr(os, "preadv", spy)
-    for rank in range(tp):
-        load(checkpoint, torch.float32, tp, rank)
+    load_ranks(checkpoint, torch.float32, tp)
     times = np.zeros(file.stat().st_size, dtype=int)
     for offset, count in reads:
         times[offset : offset + count] += 1
     for name, ref in checkpoint.tensors.items():
-        assert set(times[ref.start : ref.stop]) == {tp if "norm" in name else 1}, name
+        assert set(times[ref.start : ref.stop]) == {1}, name
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +179,7 @@ def test_progress_counts_every_byte_in_the_callers_thread(tmp_path: Path) -> Non
         seen.append(progress)
         callers.add(threading.current_thread())
 
-    load_weights(checkpoint, table, Slab(table.nbytes, CPU), torch.float32, report)
+    load_weights(checkpoint, table, Slab(table.nbytes, CPU), torch.float32, SingleRank(), report)
     nbytes = sum(ref.stop - ref.start for ref in checkpoint.tensors.values())
     assert (seen[-1].stage, seen[-1].done, seen[-1].total, seen[-1].unit) == ("read weights", nbytes, nbytes, "B")
     assert callers == {threading.current_thread()}
@@ -212,5 +233,5 @@ def test_a_slab_larger_than_memory_is_refused() -> None:
 def test_weights_reach_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: torch.dtype) -> None:
     monkeypatch.setattr(weight_loader, "PIECE_BYTES", 1000)
     state = make_tiny_llama(tmp_path, dtype=torch.bfloat16).state_dict()
-    weights = load(open_checkpoint(tmp_path, "auto"), wanted, tp=2, rank=1, device=torch.device("cuda", 0))
+    weights = load_ranks(open_checkpoint(tmp_path, "auto"), wanted, 2, torch.device("cuda", 0))[1]
     assert_same(weights, expected(state, 2, 1, layers=2), wanted)

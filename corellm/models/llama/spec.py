@@ -159,6 +159,11 @@ class WeightEntry:
     offset: int
     nbytes: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it: the norms."""
+        return len(self.shape) == 1
+
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
