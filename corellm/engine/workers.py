@@ -53,6 +53,7 @@ class Workers:
             arguments = [str(folder.path), str(rank)]
             self._children.append(spawn(f"worker {rank}", "corellm.worker", arguments, _environment(settings)))
         self._silences = [Silence() for _ in self._children]
+        self._lost = False  # one has died or hangs, and others may wait for it for ever
 
     @property
     def is_ready(self) -> bool:
@@ -105,6 +106,7 @@ class Workers:
             if isinstance(beat, Heartbeat):
                 self._silences[beat.rank].heard()
                 if beat.busy_s > STEP_S:
+                    self._lost = True
                     raise EngineDeadError(f"worker {beat.rank} hangs: step {beat.step} runs for {beat.busy_s:.0f} s")
         for socket in self._sockets:
             for _ in range(REPORTS_A_TURN):
@@ -131,22 +133,28 @@ class Workers:
         kind = EngineDeadError if self.is_ready else StartupError
         limit = SILENCE_S if self.is_ready else STARTING_SILENCE_S
         for child, silence in zip(self._children, self._silences, strict=True):
-            if child.exit_code() is not None:
+            died, silent = child.exit_code() is not None, silence.seconds() > limit
+            self._lost = died or silent
+            if died:
                 raise kind(f"{child.name} {child.describe_exit()}")
-            if silence.seconds() > limit:
+            if silent:
                 raise kind(f"{child.name} has been silent for {limit:.0f} s; it is stopped or hung")
 
     def stop(self) -> None:
-        """Ask them to leave, then make them."""
+        """Ask them to leave, then make them; at once if one is lost."""
+        if not self._lost:
+            self._ask_to_leave()
+        stop_all(self._children, 0.0 if self._lost else STOP_S)
+        for socket in (*self._sockets, self._heartbeats):
+            socket.close(linger=0)
+
+    def _ask_to_leave(self) -> None:
         for socket in self._sockets:
             with contextlib.suppress(zmq.Again):  # it does not read: hanging up or killing ends it
                 socket.send(encode(Shutdown()), zmq.DONTWAIT)
         deadline = time.monotonic() + LEAVE_S
         for child in self._children:
             child.wait(deadline - time.monotonic())
-        stop_all(self._children, STOP_S)
-        for socket in (*self._sockets, self._heartbeats):
-            socket.close(linger=0)
 
     def _decode(self, socket: zmq.Socket[bytes]) -> WorkerReport:
         return self._reports.decode(socket.recv())
