@@ -81,6 +81,10 @@ class Backend(Protocol):
         """Whether a step can be captured in a CUDA graph: nothing in it depends on the host but `words`."""
         ...
 
+    def linear_to(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Write `linear(x, weight)` to out [n, out]."""
+        ...
+
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
         """Add `linear(x, weight)` to residual [n, out] in place."""
         ...

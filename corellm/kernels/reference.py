@@ -51,6 +51,9 @@ class ReferenceBackend:
         v.view(-1, heads.kv, heads.dim).index_copy_(0, kv_slots, qkv[:, heads.count + heads.kv :])
         return rotated[:, : heads.count]
 
+    def linear_to(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        out.copy_(self.linear(x, weight))
+
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
         residual.add_(self.linear(x, weight))
 

@@ -62,12 +62,17 @@ class SkinnyProducts:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """F.linear(x, weight)."""
+        out = x.new_empty(len(x), len(weight))
+        self.linear_to(x, weight, out)
+        return out
+
+    def linear_to(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """out.copy_(F.linear(x, weight)), without the copy."""
         tile = self._tile(len(x), *weight.shape)
         if tile is None:
-            return F.linear(x, weight)
-        out = x.new_empty(len(x), len(weight))
-        self._launch_linear(tile, x, weight, out, add=False)
-        return out
+            torch.mm(x, weight.t(), out=out)
+        else:
+            self._launch_linear(tile, x, weight, out, add=False)
 
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
         """residual.add_(F.linear(x, weight))."""

@@ -56,6 +56,9 @@ class TritonBackend(ReferenceBackend):
             return super().rope_write_kv(qkv, rope, heads, kv_slots, k, v)
         return triton_pointwise.rope_write_kv(qkv, rope, heads, kv_slots, k, v, pdl=self._pdl)
 
+    def linear_to(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        self._skinny.linear_to(x, weight, out)
+
     def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> None:
         if self._skinny.covers(len(x), *weight.shape):
             self._skinny.linear_add(x, weight, residual)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from corellm.kernels import Backend
-from corellm.layers.parallel import Collectives
+from corellm.layers.parallel import EMBEDDING, Collectives
 
 
 def embed(tokens: Tensor, weight: Tensor, backend: Backend, group: Collectives) -> Tensor:
@@ -15,4 +15,6 @@ def embed(tokens: Tensor, weight: Tensor, backend: Backend, group: Collectives) 
     local = tokens - group.rank * len(weight)
     absent = (local < 0) | (local >= len(weight))
     vectors = backend.embed(local.masked_fill(absent, 0), weight)
-    return group.all_reduce(vectors.masked_fill_(absent[:, None], 0))
+    part = group.part(vectors, EMBEDDING).copy_(vectors).masked_fill_(absent[:, None], 0)
+    group.add_sum(part, vectors.zero_(), EMBEDDING)
+    return vectors

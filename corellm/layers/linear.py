@@ -11,12 +11,16 @@ from corellm.kernels import Backend
 from corellm.layers.parallel import Collectives
 
 
-def row_parallel_add(x: Tensor, weight: Tensor, residual: Tensor, backend: Backend, group: Collectives) -> None:
+def row_parallel_add(
+    x: Tensor, weight: Tensor, residual: Tensor, backend: Backend, group: Collectives, place: int
+) -> None:
     """Add the product of x [n, in / size], a rank's part of the input, and weight [out, in / size] to `residual`.
 
-    residual [n, out] is the same on every rank, before and after.
+    residual [n, out] is the same on every rank, before and after. place: see `PLACES`.
     """
     if group.size == 1:
         backend.linear_add(x, weight, residual)
-    else:
-        residual.add_(group.all_reduce(backend.linear(x, weight)))
+        return
+    part = group.part(residual, place)
+    backend.linear_to(x, weight, part)
+    group.add_sum(part, residual, place)

@@ -1,9 +1,13 @@
-"""The group of ranks that share one model: alone, or over torch.distributed (NCCL between GPUs, gloo between CPUs)."""
+"""The group of ranks that share one model: alone, or over torch.distributed (NCCL between GPUs, gloo between CPUs).
+
+Small sums between GPUs that reach each other's memory take a shorter way: see `peer_memory`.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,7 +15,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from corellm.errors import StartupError
+from corellm.kernels import default_backend
 from corellm.layers.parallel import Collectives
+
+if TYPE_CHECKING:
+    from corellm.worker.peer_memory import PeerMemory
 
 TIMEOUT_S = 120.0
 
@@ -22,8 +30,11 @@ class SingleRank:
     rank = 0
     size = 1
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
+    def part(self, like: Tensor, place: int) -> Tensor:
+        return torch.empty_like(like)
+
+    def add_sum(self, part: Tensor, residual: Tensor, place: int) -> None:
+        residual.add_(part)
 
     def gather_logits(self, logits: Tensor, vocab: int) -> Tensor | None:
         return logits[:, :vocab]
@@ -44,6 +55,7 @@ class TorchDistributed:
     def __init__(self, backend: str, rendezvous: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = rank
         self.size = size
+        self.peers: PeerMemory | None = None
         try:
             store = FileStore(str(rendezvous), size)
             dist.init_process_group(
@@ -55,9 +67,16 @@ class TorchDistributed:
                 f"rank {rank} of --tp {size} could not join the others over {backend}: {reason}"
             ) from None
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        return x
+    def part(self, like: Tensor, place: int) -> Tensor:
+        part = self.peers.part(like, place) if self.peers else None
+        return torch.empty_like(like) if part is None else part
+
+    def add_sum(self, part: Tensor, residual: Tensor, place: int) -> None:
+        if self.peers and self.peers.holds(part, place):
+            self.peers.add_sum(residual, place)
+        else:
+            dist.all_reduce(part)
+            residual.add_(part)
 
     def gather_logits(self, logits: Tensor, vocab: int) -> Tensor | None:
         logits = logits.contiguous()
@@ -74,6 +93,7 @@ class TorchDistributed:
 
     def close(self) -> None:
         """Leave the group; nothing may follow."""
+        self.peers = None
         dist.destroy_process_group()
 
 
@@ -81,7 +101,12 @@ def make_collectives(rendezvous: Path, rank: int, size: int, device: torch.devic
     """The group for a worker on `device`."""
     if size == 1:
         return SingleRank()
-    return TorchDistributed("nccl" if device.type == "cuda" else "gloo", rendezvous, rank, size)
+    group = TorchDistributed("nccl" if device.type == "cuda" else "gloo", rendezvous, rank, size)
+    if default_backend(device) == "triton":
+        from corellm.worker import peer_memory
+
+        group.peers = peer_memory.connect(device, rank, size)
+    return group
 
 
 __all__ = ["Collectives", "SingleRank", "TorchDistributed", "make_collectives"]

@@ -75,6 +75,16 @@ def test_tensor_parallel_equals_transformers(
     run(path, prompts, truth, cache=cache, chunks=chunks, blocks=blocks, tp=tp)
 
 
+@pytest.mark.parametrize("tp", [4, 8])
+def test_many_ranks_equal_transformers(tmp_path: Path, tp: int) -> None:
+    """As many as there are KV heads; neither 4 nor 8 divides the vocabulary."""
+    make_tiny_llama(tmp_path, heads=16, kv_heads=8, vocab=515, max_positions=1024)
+    write_byte_tokenizer(tmp_path)
+    prompts = tiny_prompts(PROMPTS, 515)
+    truth = generate_greedy(tmp_path, prompts, NEW_TOKENS)
+    run(tmp_path, prompts, truth, cache="radix", chunks="tiny", blocks="few", tp=tp)
+
+
 def run(
     path: Path, prompts: list[list[int]], truth: list[Greedy], *, cache: str, chunks: str, blocks: str, tp: int
 ) -> None:

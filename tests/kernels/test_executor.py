@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -20,6 +17,7 @@ from corellm.worker import scoring
 from corellm.worker.collectives import SingleRank, make_collectives
 from corellm.worker.kv_memory import kv_cache
 from tests.support.executor_models import CPU, Driver, greedy, greedy_truth, make_executor, spec_of, tiny_llama
+from tests.support.ranks import run_ranks
 
 RNG = np.random.default_rng(7)
 PROMPTS = [RNG.integers(0, 131, size).tolist() for size in (1, 4, 5, 11, 23, 38, 2, 16)]
@@ -224,29 +222,6 @@ def test_one_rank_needs_no_process_group(tmp_path: Path) -> None:
 
 def test_two_ranks_give_the_ids_of_one(tmp_path: Path, truth: list[list[int]]) -> None:
     """Two processes meet over a file; the vocabulary of 131 does not divide by 2, so the padding shows."""
-
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.tp_rank",
-                str(rank),
-                str(tmp_path / "rendezvous"),
-                *map(str, PROMPTS[4]),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in ranks] == [0, 0]
+    outputs = run_ranks("tests.support.tp_rank", 2, str(tmp_path / "rendezvous"), *map(str, PROMPTS[4]))
     assert outputs[0].split() == [str(token) for token in truth[4]]
     assert outputs[1] == ""

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from corellm.kernels import triton_attention, triton_pointwise  # noqa: E402
+from corellm.kernels import triton_attention, triton_peer_sum, triton_pointwise  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB a program may use
@@ -29,7 +29,7 @@ TYPES = {
     "work": "*i32", "counts": "*i32", "table": "*i32", "partials": "*fp32", "stats": "*fp32", "kv_slots": "*i64",
     "positions": "*i64", "table_stride": "i32", "q_stride": "i32", "width": "i32",
     "slots": "*i32", "tokens": "*i32", "found": "*i32", "places": "*i64", "count": "i32",
-    "tokens_stride": "i32", "scale": "fp32", "eps": "fp32",
+    "tokens_stride": "i32", "scale": "fp32", "eps": "fp32", "peers": ("i64", "i64"), "part": "i32", "flags": "i32",
 }  # fmt: skip
 HEADS = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128}
 
@@ -50,7 +50,7 @@ def shared_memory(kernel: object, capability: int, element: str, warps: int, sta
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if name in names and (signature[name].startswith("*") or name == "q_stride")
+        if name in names and (signature[name][0] == "*" or name == "q_stride")
     }
     source = ASTSource(kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes, aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
@@ -86,6 +86,7 @@ def test_small_kernels_compile(capability: int) -> None:
     shared_memory(triton_pointwise.locate_kernel, capability, "bf16", 1, 2, PAGE=64, BLOCK=128)
     shared_memory(triton_pointwise.silu_mul_kernel, capability, "bf16", 4, 2, BLOCK=1024)
     shared_memory(triton_pointwise.rope_write_kv_kernel, capability, "bf16", 2, 2, **HEADS, BLOCK_H=8)
+    shared_memory(triton_peer_sum.add_peer_sum_kernel, capability, "bf16", 4, 2, RANK=1, SIZE=2, BLOCK=1024)
 
 
 def test_backend_by_device() -> None:

@@ -1,4 +1,4 @@
-"""One of two tensor-parallel ranks, run by test_executor: rank, rendezvous file, prompt ids; rank 0 prints its ids."""
+"""A tensor-parallel rank, run by test_executor: rank, size, rendezvous file, prompt ids; rank 0 prints its ids."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.executor_models import CPU, Driver, greedy, make_executor, ti
 COUNT = 12
 
 
-def main(rank: int, rendezvous: Path, prompt: list[int]) -> None:
-    group = make_collectives(rendezvous, rank, 2, CPU)
+def main(rank: int, size: int, rendezvous: Path, prompt: list[int]) -> None:
+    group = make_collectives(rendezvous, rank, size, CPU)
     driver = Driver(make_executor(tiny_llama(), group=group))
     driver.open(0, prompt, greedy())
     driver.run([(0, 10)])
@@ -25,4 +25,4 @@ def main(rank: int, rendezvous: Path, prompt: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), [int(token) for token in sys.argv[3:]])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), [int(token) for token in sys.argv[4:]])

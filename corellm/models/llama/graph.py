@@ -14,7 +14,7 @@ from corellm.kernels.inputs import Batch, Heads, KVCache
 from corellm.layers.attention import AttentionStep, attention
 from corellm.layers.embedding import embed
 from corellm.layers.linear import row_parallel_add
-from corellm.layers.parallel import Collectives
+from corellm.layers.parallel import ATTENTION, MLP, Collectives
 from corellm.layers.rotary import RotaryTable, inverse_frequencies
 from corellm.models.llama.spec import LlamaSpec
 
@@ -80,9 +80,9 @@ class Llama:
         step = AttentionStep(self.heads, self._rotary.lookup(batch.positions), batch.kv_slots, attend)
         for i, layer in enumerate(weights.layers):
             attended = attention(residual, layer.input_norm, eps, layer.qkv, kv.k[i], kv.v[i], step, backend)
-            row_parallel_add(attended, layer.o, residual, backend, group)
+            row_parallel_add(attended, layer.o, residual, backend, group, ATTENTION)
             gated = backend.norm_gated(residual, layer.post_norm, eps, layer.gate_up)
-            row_parallel_add(gated, layer.down, residual, backend, group)
+            row_parallel_add(gated, layer.down, residual, backend, group, MLP)
         return residual
 
     def rehearsals(self, rows: int, kv: KVCache) -> list[Callable[[], object]]:
@@ -101,9 +101,7 @@ class Llama:
         for weight in (layer.o, layer.down):
             part = x.new_zeros(rows, weight.shape[1])
             alone = self._group.size == 1  # else every rank would have to reduce, and in one order
-            found.append(
-                partial(backend.linear_add, part, weight, x.clone()) if alone else partial(backend.linear, part, weight)
-            )
+            found.append(partial(backend.linear_add if alone else backend.linear_to, part, weight, x.clone()))
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
