@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 EPSILON = 0.3  # of the spread of a position's logits; the reference backend in bfloat16 comes to 0.18 on a CPU
 NEW_TOKENS = 32
+RANKS = [tp for tp in (1, 2) if tp <= max(1, torch.cuda.device_count())]
 
 
 def behind(model: LlamaForCausalLM, prompt: list[int], output: Sequence[int]) -> list[float]:
@@ -31,15 +32,17 @@ def behind(model: LlamaForCausalLM, prompt: list[int], output: Sequence[int]) ->
     return ((logits.amax(-1) - chosen) / logits.std(-1)).tolist()
 
 
+@pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (16, 4)])
-def test_greedy_in_bfloat16(tmp_path: Path, heads: int, kv_heads: int) -> None:
+def test_greedy_in_bfloat16(tmp_path: Path, heads: int, kv_heads: int, tp: int) -> None:
     model = make_tiny_llama(
         tmp_path, hidden=64 * heads, heads=heads, kv_heads=kv_heads, layers=6, intermediate=96 * heads, vocab=4099,
         max_positions=1024, dtype=torch.bfloat16, spread=(64 * heads) ** -0.5,
     )  # fmt: skip
     write_byte_tokenizer(tmp_path)
     prompts = tiny_prompts(80, 4099)
-    with EngineNode(str(tmp_path), device="cuda", dtype="bfloat16", max_batch_tokens=700, max_seqs=48) as engine:
+    options = {"dtype": "bfloat16", "max_batch_tokens": 700, "max_seqs": 48, "tp": tp}
+    with EngineNode(str(tmp_path), device="cuda", **options) as engine:
         found = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
     truth = model.float().cuda()
     gaps = [gap for prompt, row in zip(prompts, found, strict=True) for gap in behind(truth, prompt, row.token_ids)]
