@@ -1,19 +1,22 @@
 """Fixed workloads on one engine, and on a peer in the same run.
 
-    python -m benchmarks.offline --model FOLDER [workload ...] [--peer 'COMMAND']
+    python -m benchmarks.offline --model FOLDER [workload ...] [--peer 'COMMAND' [--peer-seconds 540]]
 
 FOLDER needs a config.json alone: weights are dummies. Each workload runs with two seeds. The peer is a command that
-prints one JSON line a workload, {"workload", "in", "out", "s", ...}, in the same order; it runs after the engine has
-gone, on the same machine. Ratios compare the better run of each.
+prints one JSON line a workload, {"workload", "in", "out", "s", ...}, in the same order; it runs before the engine, on
+the same machine, and what it has printed when its time is over counts. Ratios compare the better run of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -22,7 +25,6 @@ from benchmarks.workloads import WORKLOADS
 from corellm import EngineNode, SamplingParams
 
 SEEDS = (None, 1001)
-PEER_S = 540.0
 
 
 def run(engine: EngineNode, name: str, seed: int | None = None) -> dict[str, Any]:
@@ -61,12 +63,18 @@ def ours(model: str, names: list[str], options: dict[str, Any]) -> tuple[float, 
         return ready, runs
 
 
-def peer(command: str) -> list[dict[str, Any]]:
-    """The runs that `command` prints."""
-    ended = subprocess.run(shlex.split(command), stdout=subprocess.PIPE, text=True, timeout=PEER_S, check=False)
-    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    for line in lines:
-        print(json.dumps(line), flush=True)
+def peer(command: str, seconds: float) -> list[dict[str, Any]]:
+    """The runs that `command` prints within `seconds`."""
+    lines = []
+    with subprocess.Popen(shlex.split(command), stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))  # its workers too
+        timer.start()
+        for line in process.stdout or ():
+            if line.startswith("{"):
+                lines.append(json.loads(line))
+                print(line, end="", flush=True)
+        process.wait()
+        timer.cancel()
     return lines
 
 
@@ -84,11 +92,12 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], default=[])
     parser.add_argument("--model", required=True)
     parser.add_argument("--peer", help="command that measures the peer")
+    parser.add_argument("--peer-seconds", type=float, default=540.0)
     parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
     given = parser.parse_args()
     names = given.workloads or list(WORKLOADS)
+    theirs = peer(given.peer, given.peer_seconds) if given.peer else []
     ready, runs = ours(given.model, names, given.options)
-    theirs = peer(given.peer) if given.peer else []
     table = {}
     for name in names:
         mine, other = best(runs, name), best(theirs, name)
