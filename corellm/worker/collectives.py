@@ -49,7 +49,8 @@ class SingleRank:
 class TorchDistributed:
     """`size` ranks that meet through the file `rendezvous`; the engine keeps their sockets on loopback.
 
-    Raises `StartupError` when the others do not appear within `timeout_s`, which also bounds every later operation.
+    Raises `StartupError` when the others do not appear within `timeout_s`, which also bounds every later operation, but
+    for sums that peer memory makes: those end with the step that they are in, or with the process.
     """
 
     def __init__(self, backend: str, rendezvous: Path, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> None:
@@ -58,6 +59,7 @@ class TorchDistributed:
         self.peers: PeerMemory | None = None
         try:
             store = FileStore(str(rendezvous), size)
+            store.set_timeout(timedelta(seconds=timeout_s))
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
@@ -68,11 +70,10 @@ class TorchDistributed:
             ) from None
 
     def part(self, like: Tensor, place: int) -> Tensor:
-        part = self.peers.part(like, place) if self.peers else None
-        return torch.empty_like(like) if part is None else part
+        return self.peers.part(like, place) if self.peers and self.peers.fits(like) else torch.empty_like(like)
 
     def add_sum(self, part: Tensor, residual: Tensor, place: int) -> None:
-        if self.peers and self.peers.holds(part, place):
+        if self.peers and self.peers.fits(part):
             self.peers.add_sum(residual, place)
         else:
             dist.all_reduce(part)

@@ -68,10 +68,9 @@ def load_weights(
     weights = _views(table, slab, dtype)
     for entry in table.entries:
         weights[entry.name][_filled_rows(entry) :].zero_()
-    alone = group.size == 1
-    whole = [] if alone else [entry for entry in table.entries if entry.is_whole]
+    whole = [entry for entry in table.entries if entry.is_whole]
     sent = [] if group.rank else _all_pieces(whole, checkpoint, dtype.itemsize)
-    own = _all_pieces([e for e in table.entries if alone or not e.is_whole], checkpoint, dtype.itemsize)
+    own = _all_pieces([entry for entry in table.entries if not entry.is_whole], checkpoint, dtype.itemsize)
     reader = _Reader(slab, dtype, sum(piece.nbytes for piece in (*sent, *own)))
     reader.run(sent, report, 1)  # first, while no rank is far ahead of the others, who wait for it
     for entry in whole:
