@@ -104,7 +104,7 @@ def _check(spec: Field[Any], value: Any, source: str) -> None:
     if rule["choices"] and value not in rule["choices"]:
         raise OptionError(f"{source} is {value!r}; choose one of {', '.join(rule['choices'])}")
     allowed = _KINDS_IN_WORDS[kind] + _range(rule)
-    if not _is_a(kind, value):
+    if not _is_a(kind, value) or (kind is str and not value.strip()):
         raise OptionError(f"{source} is {value!r}; it must be {allowed}")
     low, high = rule["low"], rule["high"]
     # So written that NaN, which compares false with everything, is refused.

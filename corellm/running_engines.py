@@ -114,7 +114,7 @@ def by_name(name: str, engines: Sequence[RunningEngine]) -> RunningEngine:
     if len(found) == 1:
         return found[0]
     if found:
-        raise OptionError(f"--engine is {name!r}, and {len(found)} engines run under that name; start them with --name")
+        raise OptionError(f"--engine is {name!r}, and {len(found)} engines run under that name; end all but one")
     names = ", ".join(engine.info.name for engine in engines)
     raise OptionError(f"--engine is {name!r}; {f'running are: {names}' if names else 'no engine runs'}")
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 
+from corellm.comms import run_folder
 from corellm.comms.run_folder import RunFolder
 from corellm.config import EngineOptions
+from corellm.errors import OptionError
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -47,6 +51,15 @@ def write_launch(folder: RunFolder, launch: Launch) -> None:
 
 def read_launch(folder: RunFolder) -> Launch:
     return msgspec.json.decode(folder.options.read_bytes(), type=Launch)
+
+
+def check_name(name: str | None) -> None:
+    """Raise `OptionError` when an engine that runs, or starts, has this name: nobody could tell the two apart."""
+    for folder in run_folder.living() if name is not None else []:
+        with suppress(OSError, msgspec.DecodeError):  # it ends, or another version of CoreLLM runs it
+            taken = read_launch(folder).options.name or read_settings(folder).name
+            if name == taken:
+                raise OptionError(f"--name is {name!r}, which a running engine has; choose another, or end that one")
 
 
 def write_settings(folder: RunFolder, settings: Settings) -> None:

@@ -41,7 +41,7 @@ from corellm.comms.messages import (
     Submit,
 )
 from corellm.comms.run_folder import RunFolder
-from corellm.comms.settings import Launch, write_launch
+from corellm.comms.settings import Launch, check_name, write_launch
 from corellm.comms.silence import Silence
 from corellm.engine.token_stream import TokenStream
 from corellm.errors import (
@@ -92,6 +92,7 @@ class EngineClient:
     @classmethod
     async def launch(cls, launch: Launch, report: Callable[[Progress], None]) -> EngineClient:
         """Start an engine of our own, which ends with us, and wait until it is ready."""
+        check_name(launch.options.name)
         folder = run_folder.create()
         engine = None
         try:

@@ -64,6 +64,12 @@ def test_a_name_must_be_text() -> None:
         EngineOptions(model=7)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_name_must_not_be_blank(value: str) -> None:
+    with pytest.raises(OptionError, match=r"--name is ' *'; it must be text"):
+        EngineOptions(name=value)
+
+
 def test_a_large_limit_is_given_in_full() -> None:
     with pytest.raises(OptionError, match="from 0 to 2147483647"):
         EngineOptions(seed=-1)

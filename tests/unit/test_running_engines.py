@@ -13,7 +13,7 @@ import pytest
 
 from corellm import running_engines
 from corellm.comms import run_folder
-from corellm.comms.settings import Launch, write_launch
+from corellm.comms.settings import Launch, check_name, write_launch
 from corellm.config import EngineOptions
 from corellm.errors import OptionError
 from corellm.running_engines import by_name, choose, differences
@@ -35,10 +35,11 @@ class Engines:
         shared: bool = True,
         ready: bool = True,
         alive: bool = True,
+        asked_name: str | None = None,
         **options: Any,
     ) -> None:
         folder = run_folder.create()
-        launch = Launch(EngineOptions(model=model, **options), str(self.models / model), shared)
+        launch = Launch(EngineOptions(model=model, name=asked_name, **options), str(self.models / model), shared)
         write_launch(folder, launch)
         if ready:
             changes = {key: value for key, value in options.items() if key in ("dtype", "max_model_len")}
@@ -120,6 +121,17 @@ def test_a_name_must_be_that_of_one_engine(engines: Engines) -> None:
     engines.start("one", "b")
     with pytest.raises(OptionError, match="2 engines"):
         joined(name="one")
+
+
+def test_a_new_engine_must_not_take_the_name_of_a_living_one(engines: Engines) -> None:
+    engines.start("registered", asked_name="chosen")
+    engines.start("starting", ready=False, asked_name="early")
+    engines.start("gone", alive=False, asked_name="free")
+    for name in ("chosen", "early"):
+        with pytest.raises(OptionError, match=f"--name is '{name}', which a running engine has"):
+            check_name(name)
+    for name in ("free", "registered", None):
+        check_name(name)
 
 
 @pytest.mark.parametrize(
