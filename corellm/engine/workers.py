@@ -32,6 +32,7 @@ from corellm.errors import EngineDeadError, ProtocolError, StartupError, from_co
 SILENCE_S = 8.0  # without a heartbeat, once ready: the process is stopped or starved
 STARTING_SILENCE_S = 120.0  # importing and compiling may hold the interpreter for long
 STEP_S = 300.0  # one step: hung, whatever the heartbeat says
+BLAME_S = 0.3  # for the death of another rank to show, after one has failed
 LEAVE_S = 1.0  # to end in order, when asked to
 STOP_S = 2.0  # and when hung up on
 REPORTS_A_TURN = 64  # of one worker: a flood of progress must not hold the loop
@@ -125,6 +126,7 @@ class Workers:
                         self._ready.add(message.rank)
                     case WorkerFailed():
                         self._lost = True
+                        self._blame_the_dead(message.rank)
                         raise from_code(message.code, message.message)
                     case Heartbeat():
                         raise ProtocolError("a heartbeat came over a worker's command socket")
@@ -141,6 +143,18 @@ class Workers:
                 raise kind(f"{child.name} {child.describe_exit()}")
             if silent:
                 raise kind(f"{child.name} has been silent for {limit:.0f} s; it is stopped or hung")
+
+    def _blame_the_dead(self, reporter: int) -> None:
+        """A rank whose sum another one left by dying reports that first; raise the death, which is what happened."""
+        deadline = time.monotonic() + BLAME_S
+        others = [child for rank, child in enumerate(self._children) if rank != reporter]
+        while others and time.monotonic() < deadline:
+            for child in others:
+                code = child.exit_code()
+                if code is not None and code < 0:
+                    kind = EngineDeadError if self.is_ready else StartupError
+                    raise kind(f"{child.name} {child.describe_exit()}")
+            time.sleep(0.01)
 
     def stop(self) -> None:
         """Ask them to leave, then make them; at once if one is lost."""

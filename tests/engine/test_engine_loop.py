@@ -119,7 +119,10 @@ def test_ending_early_brings_the_figures(engine: EngineThread) -> None:
             finish = await stream.end()
             assert (finish.reason, finish.prompt_tokens) == ("stop", 9)
             done = client.submit([1] * 9, Sampling(max_tokens=1))
-            await asyncio.sleep(0.1)
+            for _ in range(500):
+                await asyncio.sleep(0.01)
+                if done.tag not in client._streams:  # its end has come
+                    break
             assert (await done.end()).reason == "length"
 
     asyncio.run(work())
@@ -182,8 +185,11 @@ def test_nan_fails_one_request_alone(engine: EngineThread) -> None:
     async def work() -> None:
         async with connected(engine) as client:
             engine.workers.failing = {0}
+            engine.workers.paused = True  # until each has a slot of its own
             sick = client.submit([1] * 9, Sampling(max_tokens=20))
             well = client.submit([2] * 9, Sampling(max_tokens=20))
+            engine.until(lambda: len(engine.scheduler.running) == 2, "both running")
+            engine.workers.paused = False
             with pytest.raises(NumericalError, match="NaN"):
                 await tokens(sick)
             assert len(await tokens(well)) == 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -161,12 +162,16 @@ def test_large_pools_are_drawn_by_what_most_of_a_unit_is() -> None:
 
 def test_a_costly_snapshot_makes_the_next_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes, no more than half a percent of the time goes into it."""
-    import time
+
+    def burn(seconds: float) -> None:
+        until = time.thread_time() + seconds
+        while time.thread_time() < until:
+            pass
 
     with fake_engine(tmp_path) as engine, watching(engine.folder) as watcher:
         watcher.next()
         real = request_rows
-        monkeypatch.setattr("corellm.engine.stats.request_rows", lambda *given: time.sleep(0.01) or real(*given))
+        monkeypatch.setattr("corellm.engine.stats.request_rows", lambda *given: burn(0.01) or real(*given))
         told = [watcher.next() for _ in range(3)]
         assert not isinstance(told[-1], Tree)
         assert told[-1].interval_s >= 2.0

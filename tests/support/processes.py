@@ -21,7 +21,14 @@ def engine_processes(run_root: Path) -> dict[int, str]:
 
 
 def pid_of(run_root: Path, module: str) -> int:
-    return next(pid for pid, name in engine_processes(run_root).items() if name == module)
+    """Of a process that runs, or has been started and is about to."""
+    deadline = time.monotonic() + 10
+    while True:
+        for pid, name in engine_processes(run_root).items():
+            if name == module:
+                return pid
+        assert time.monotonic() < deadline, f"no {module} was there within 10 s"
+        time.sleep(0.01)
 
 
 def wait_until_gone(run_root: Path, seconds: float) -> None:

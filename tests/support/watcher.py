@@ -17,15 +17,15 @@ class Watcher:
         self.socket = socket
 
     def next(self) -> Snapshot | Tree:
-        assert self.socket.poll(5000), "5 s have passed without a message"
+        assert self.socket.poll(30_000), "30 s have passed without a message"
         return open_frame(self.socket.recv())
 
     def until(self, condition: Callable[[Snapshot], bool], what: str) -> list[Snapshot]:
         """The snapshots up to the first for which the condition holds."""
         found: list[Snapshot] = []
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not found or not condition(found[-1]):
-            assert time.monotonic() < deadline, f"10 s have passed without {what}"
+            assert time.monotonic() < deadline, f"60 s have passed without {what}"
             message = self.next()
             if isinstance(message, Snapshot):
                 found.append(message)

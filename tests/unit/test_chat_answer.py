@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from corellm_tui.chat_answer import PAINT_S, MarkdownAnswer, PlainAnswer
 from corellm_tui.chat_markdown import THEME
 
+WRITES_A_PAINT = 2
 HOSTILE = ["over\r", "write\x1b", "]0;title\x07 \u202e", "\x9b31m\r", "\nend"]
 
 
@@ -72,21 +74,22 @@ def test_painting_waits_for_text_and_paints_by_the_clock() -> None:
     paper = Paper()
     answer = markdown_answer(paper)
 
-    async def run() -> tuple[int, int]:
+    async def run() -> None:
         painting = asyncio.create_task(answer.keep_painting())
+        began = time.monotonic()
         for _ in range(100):  # one piece every millisecond: the screen changes far less often
             answer.push("x")
             await asyncio.sleep(0.001)
-        busy = paper.writes
-        await asyncio.sleep(3 * PAINT_S)
-        settled = paper.writes
-        await asyncio.sleep(3 * PAINT_S)
+        paints = 1 + (time.monotonic() - began) / PAINT_S
+        assert 1 <= paper.writes <= WRITES_A_PAINT * paints
+        deadline, settled = time.monotonic() + 10, 0
+        while paper.writes != settled:  # nothing more comes, so nothing more is painted
+            assert time.monotonic() < deadline, "10 s after the last piece it still paints"
+            settled = paper.writes
+            await asyncio.sleep(3 * PAINT_S)
         painting.cancel()
-        return busy, paper.writes - settled
 
-    busy, idle = asyncio.run(run())
-    assert 1 <= busy <= 1 + 0.5 / PAINT_S
-    assert idle == 0
+    asyncio.run(run())
 
 
 def test_nothing_is_left_of_an_answer_without_text() -> None:

@@ -147,14 +147,17 @@ def test_another_version_and_silence_are_said_and_pass_when_they_pass(
 
 async def first_of(engine: RunningEngine, publisher: zmq.Socket[bytes], raw: bytes) -> None:
     async def send() -> None:
-        await asyncio.sleep(0.2)
-        publisher.send(raw)
+        while True:  # what is sent before someone has subscribed is lost
+            publisher.send(raw)
+            await asyncio.sleep(0.02)
 
     task = asyncio.create_task(send())
-    async with contextlib.aclosing(published(engine, SNAPSHOTS)) as messages:
-        async for _ in messages:
-            break
-    await task
+    try:
+        async with contextlib.aclosing(published(engine, SNAPSHOTS)) as messages:
+            async for _ in messages:
+                break
+    finally:
+        task.cancel()
 
 
 def test_one_picture_has_the_engines_figures(tmp_path: Path) -> None:
@@ -170,7 +173,10 @@ def test_json_lines_and_recordings_end_with_the_engine(tmp_path: Path, monkeypat
     monkeypatch.setattr(top_once, "LOOK_S", 0.05)
     engine = engine_in(tmp_path / "a")
     lines: list[bytes] = []
+    kinds: set[str] = set()
     recorder = Recorder(tmp_path / "run.stats", INFO)
+    add = recorder.add
+    monkeypatch.setattr(recorder, "add", lambda now, event: kinds.add(type(event).__name__) or add(now, event))
 
     async def work() -> None:
         with fake_engine(engine.folder.path):
@@ -178,7 +184,7 @@ def test_json_lines_and_recordings_end_with_the_engine(tmp_path: Path, monkeypat
                 asyncio.create_task(top_once.stream_json(engine, lines.append)),
                 asyncio.create_task(top_once.record(engine, recorder)),
             ]
-            await Seen().until(lambda: len(lines) >= 3, "three lines")
+            await Seen().until(lambda: len(lines) >= 3 and len(kinds) == 3, "three lines, and every kind recorded")
         for task in tasks:
             with pytest.raises(EngineDeadError, match="engine demo was killed"):
                 await task
@@ -187,8 +193,8 @@ def test_json_lines_and_recordings_end_with_the_engine(tmp_path: Path, monkeypat
     recorder.close()
     assert [json.loads(line)["type"] for line in lines] == ["Snapshot"] * len(lines)
     recording = read_recording(tmp_path / "run.stats")
-    kinds = {type(event).__name__ for event in recording.between(-1, 99)}
-    assert kinds == {"Snapshot", "Tree", "Hardware"}
+    played = {type(event).__name__ for event in recording.between(-1, 99)}
+    assert played == kinds == {"Snapshot", "Tree", "Hardware"}
     recording.close()
 
 
