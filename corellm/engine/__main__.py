@@ -2,68 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sys
-import traceback
 from pathlib import Path
 
 from corellm.comms.children import enter_child
-from corellm.comms.messages import Dying, StartupFailed
 from corellm.comms.run_folder import RunFolder
-from corellm.comms.settings import Launch, read_launch
-from corellm.engine.engine import Engine
-from corellm.engine.front_ends import FrontEnds
-from corellm.engine.startup import Startup
-from corellm.engine.stats import StatsPublisher
-from corellm.errors import CoreLLMError, EngineDeadError
-
-log = logging.getLogger("corellm.engine")
 
 
 def main() -> int:
-    death_pipe = enter_child()
-    folder = RunFolder(Path(sys.argv[1]))
-    launch = read_launch(folder)
-    logging.basicConfig(level=launch.options.log_level.upper(), format="%(levelname)s engine: %(message)s")
-    try:
-        folder.lock()
-        front_ends = FrontEnds(folder)
-    except CoreLLMError as error:
-        folder.write_last_words(error.code, error.message)
-        return 1
-    with contextlib.closing(front_ends):
-        return _serve(folder, launch, front_ends, death_pipe)
+    death_pipe = enter_child()  # before all else: whoever started us may die at any moment
+    from corellm.engine.process import run
 
-
-def _serve(folder: RunFolder, launch: Launch, front_ends: FrontEnds, death_pipe: int) -> int:
-    farewell: Dying | StartupFailed = Dying(code=EngineDeadError.code, message="the engine was stopped")
-    failure: type[Dying | StartupFailed] = StartupFailed
-    startup = None
-    try:
-        startup = Startup(folder, launch, front_ends, death_pipe)
-        started = startup.run()
-        failure = Dying
-        stats = StatsPublisher(folder, started.info.model)
-        with contextlib.closing(stats):
-            Engine(
-                started.info, front_ends, startup.workers, started.scheduler, stats, started.constraints, death_pipe
-            ).serve()
-    except CoreLLMError as error:
-        log.info("%s", error.message)
-        farewell = failure(code=error.code, message=error.message)
-        return 1
-    except Exception as error:  # noqa: BLE001  the front ends must learn of any end, whatever it was
-        log.debug("%s", traceback.format_exc())
-        farewell = failure(code=CoreLLMError.code, message=f"the engine failed: {type(error).__name__}: {error}")
-        return 1
-    else:
-        return 0
-    finally:
-        folder.write_last_words(farewell.code, farewell.message)
-        front_ends.broadcast(farewell)
-        if startup is not None:
-            startup.workers.stop()
+    return run(RunFolder(Path(sys.argv[1])), death_pipe)
 
 
 if __name__ == "__main__":
