@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -75,16 +73,20 @@ def chat(
     settings = sampling.given()
     if is_set(context, "seed"):
         settings["seed"] = engine.seed
+    from .chat_input import text_option, text_or_file_option
     from .chat_run import ChatCommand, run_chat
+
+    if "stop" in settings:
+        settings["stop"] = [text_option("--stop", text) for text in settings["stop"]]
 
     code = run_chat(
         ChatCommand(
-            prompt=prompt,
-            system=None if system is None else _text_or_file(system),
+            prompt=None if prompt is None else text_option("--prompt", prompt),
+            system=None if system is None else text_or_file_option("--system", system),
             session=session,
             continue_last=continue_last,
             tools=tools,
-            date=date,
+            date=None if date is None else text_option("--date", date),
             plain=plain,
             url=None if url is None else url.rstrip("/").removesuffix("/chat/completions"),
             api_key=api_key,
@@ -122,13 +124,3 @@ def _check_no_engine(context: typer.Context) -> None:
 def _is_on_command_line(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _text_or_file(text: str) -> str:
-    if not text.startswith("@"):
-        return text
-    try:
-        return Path(os.path.expanduser(text[1:])).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise OptionError(f"--system: {text[1:]}: {reason}; @ names a file to read") from None

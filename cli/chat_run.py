@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -22,13 +19,14 @@ from corellm.chat.chat import Chat
 from corellm.chat.session import Session
 from corellm.chat.store import SessionStore, make_private, state_folder
 from corellm.config import EngineOptions
-from corellm.errors import ChatError, EngineDeadError, InvalidRequestError, OptionError
+from corellm.errors import ChatError, EngineDeadError, OptionError
 from corellm.logs import configure_logging
-from corellm.openai_api.tools import tools
 from corellm_tui.foreign import one_line
 from corellm_tui.keyboard import silent_keyboard
 
+from .chat_input import read_pipe, tools_option
 from .exit_codes import ExitCode
+from .standard_streams import prepare_streams
 
 if TYPE_CHECKING:
     from corellm.running_engines import Choice  # a chat over HTTP does without the engine's side
@@ -57,15 +55,13 @@ class ChatCommand:
 
 def run_chat(command: ChatCommand) -> ExitCode:
     """Chat, or answer once. Raises `CoreLLMError` for what ends it."""
+    prepare_streams()  # halves of surrogate pairs come from servers
     configure_logging(command.engine.log_level)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # halves of surrogate pairs come from servers
     console = Console(stderr=True, highlight=False)
     store = SessionStore(state_folder() / "sessions")
     session, is_new = _session(command, store)
-    question = _question(command)
-    kept = question is None or not is_new
-    run = _Run(command, session, store if kept else None, console)
+    question = _question(command, lambda line: _tell(console, line))
+    run = _Run(command, session, store if question is None or not is_new else None, console)
     try:
         with silent_keyboard() if question is None else contextlib.nullcontext():
             choice = run.choose_engine() if command.url is None else None
@@ -73,8 +69,8 @@ def run_chat(command: ChatCommand) -> ExitCode:
     except asyncio.CancelledError:  # SIGTERM or SIGHUP
         return ExitCode.INTERRUPTED
     except EngineDeadError:
-        if kept and session.conversation.messages:
-            console.print(Text(f"the conversation is kept: corellm chat --session {session.name}"), soft_wrap=True)
+        if run.has_kept_it:
+            _tell(console, f"the conversation is kept: corellm chat --session {session.name}")
         raise
 
 
@@ -90,27 +86,14 @@ def _session(command: ChatCommand, store: SessionStore) -> tuple[Session, bool]:
     if command.system is not None:
         session.system = command.system
     if command.tools is not None:
-        session.tools = _read_tools(command.tools)
+        session.tools = tools_option("--tools", command.tools)
     session.sampling = {**session.sampling, **command.sampling}
     return session, is_new
 
 
-def _read_tools(name: str) -> list[dict[str, Any]]:
-    try:
-        text = Path(os.path.expanduser(name)).read_text(encoding="utf-8")
-        definitions = tools("tools", json.loads(text))
-    except OSError as error:
-        raise OptionError(f"--tools: {name}: {error.strerror}; name a JSON file") from None
-    except (ValueError, RecursionError):
-        raise OptionError(f"--tools: {name} is not JSON; it must be a list as in OpenAI's API") from None
-    except InvalidRequestError as error:
-        raise OptionError(f"--tools: {name}: {error.message}") from None
-    return [dict(definition) for definition in definitions]
-
-
-def _question(command: ChatCommand) -> str | None:
+def _question(command: ChatCommand, tell: Callable[[str], object]) -> str | None:
     """What to answer once: a piped text, then --prompt. None: there is a terminal to chat at."""
-    piped = _piped()
+    piped = read_pipe(tell)
     parts = [part.strip("\n") for part in (piped, command.prompt) if part and part.strip()]
     if parts:
         return "\n\n".join(parts)
@@ -119,11 +102,8 @@ def _question(command: ChatCommand) -> str | None:
     raise OptionError("there is nothing to answer: stdin and --prompt are empty")
 
 
-def _piped() -> str | None:
-    """What stdin holds; nothing where it is closed. None: it is a terminal."""
-    if sys.stdin is None:
-        return ""
-    return None if sys.stdin.isatty() else sys.stdin.buffer.read().decode("utf-8", "replace")
+def _tell(console: Console, line: str) -> None:
+    console.print(Text(one_line(line)), soft_wrap=True)
 
 
 class _Run:
@@ -131,6 +111,13 @@ class _Run:
 
     def __init__(self, command: ChatCommand, session: Session, store: SessionStore | None, console: Console) -> None:
         self._command, self._session, self._store, self._console = command, session, store, console
+        self._chat: Chat | None = None  # once there is somebody to chat with
+
+    @property
+    def has_kept_it(self) -> bool:
+        """Whether there is a conversation, and a session that has it."""
+        chat = self._chat
+        return chat is not None and chat.store is not None and chat.is_saved and bool(chat.conversation.messages)
 
     def choose_engine(self) -> Choice:
         """Find the model, and the engine to join. It may take long, and Ctrl-C simply ends the process."""
@@ -147,19 +134,21 @@ class _Run:
         return choice
 
     async def once(self, choice: Choice | None, question: str) -> ExitCode:
-        """Answer one question on stdout. Without a choice, a server does."""
+        """Answer one question on stdout. Without a choice, a server does. It fails if it is to be kept and is not."""
         from corellm_tui.chat_answer import PlainAnswer
 
         with _ending_on_signals():
             async with self._backend(choice) as backend:
-                chat = self._chat(backend)
+                chat = self._new_chat(backend)
                 chat.ask(question)
                 view = PlainAnswer(sys.stdout, terminal=sys.stdout.isatty())
                 try:
                     await chat.answer(view.push)
                 finally:
                     view.finish()
-        return ExitCode.OK
+                    for notice in chat.take_notices():
+                        self._tell(notice)
+        return ExitCode.OK if chat.is_saved else ExitCode.FAILURE
 
     async def talk(self, choice: Choice | None) -> ExitCode:
         """Chat until the user leaves."""
@@ -174,14 +163,15 @@ class _Run:
             async with self._backend(choice) as backend:
                 from corellm_tui.chat_screen import chat_screen
 
-                await chat_screen(self._chat(backend), folder / "history", plain=self._command.plain).run()
+                await chat_screen(self._new_chat(backend), folder / "history", plain=self._command.plain).run()
         return ExitCode.OK
 
-    def _chat(self, backend: Backend) -> Chat:
-        return Chat(backend, self._session, self._store, self._tell)
+    def _new_chat(self, backend: Backend) -> Chat:
+        self._chat = Chat(backend, self._session, self._store)
+        return self._chat
 
     def _tell(self, line: str) -> None:
-        self._console.print(Text(one_line(line)), soft_wrap=True)
+        _tell(self._console, line)
 
     @contextlib.asynccontextmanager
     async def _backend(self, choice: Choice | None) -> AsyncIterator[Backend]:

@@ -21,6 +21,7 @@ from corellm_tui.top_replay import Player
 from corellm_tui.top_state import TopState
 
 from .exit_codes import ExitCode
+from .standard_streams import prepare_streams
 
 if TYPE_CHECKING:
     from corellm_tui.top_app import TopApp
@@ -41,8 +42,7 @@ class TopCommand:
 
 def run_top(command: TopCommand) -> ExitCode:
     """Watch, or play. Raises `CoreLLMError` for what keeps it from doing so."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every encoding has block characters
+    prepare_streams()  # not every encoding has block characters
     # Textual draws to stderr and reads stdin; a redirected stdout wants text.
     is_terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
     has_screen = is_terminal and not command.once and not command.json

@@ -7,6 +7,7 @@ from corellm.chat.backend import AnswerEnd
 from . import quantities
 
 _NOTES = {"length": "cut off at the token limit", "interrupted": "interrupted", "tool_calls": "calls a tool"}
+_FULL = "cut off at the end of the context"  # which is a limit as well, and no setting raises it
 
 
 def footer(end: AnswerEnd, context: int | None) -> str:
@@ -19,11 +20,12 @@ def footer(end: AnswerEnd, context: int | None) -> str:
         parts.append(f"in {prompt:,}" + (f" ({end.cached_tokens:,} cached)" if end.cached_tokens is not None else ""))
     if output is not None:
         parts.append(f"out {output:,}")
-    if prompt is not None and output is not None:
-        parts.append(f"context {prompt + output:,}" + (f" of {context:,}" if context is not None else ""))
-    if note := _NOTES.get(end.finish_reason):
-        parts.append(note)
-    return " · ".join(parts)
+    used = prompt + output if prompt is not None and output is not None else None
+    if used is not None:
+        parts.append(f"context {used:,}" + (f" of {context:,}" if context is not None else ""))
+    is_full = used is not None and context is not None and used >= context
+    note = _FULL if is_full and end.finish_reason == "length" else _NOTES.get(end.finish_reason)
+    return " · ".join([*parts, note] if note is not None else parts)
 
 
 def _seconds(seconds: float) -> str:

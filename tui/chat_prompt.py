@@ -17,7 +17,10 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
 
+from corellm.errors import ChatError
 from corellm.text.terminal import terminal_safe
+
+from .chat_editor import edit_text
 
 Complete = Callable[[str], Iterable[tuple[str, str]]]  # text before the cursor → (last word completed, description)
 
@@ -40,7 +43,6 @@ class ChatPrompt:
             key_bindings=self._bindings(),
             enable_suspend=True,  # by Ctrl-Z
             enable_open_in_editor=False,  # it is bound to other keys than Ctrl-G
-            tempfile_suffix=".md",
             reserve_space_for_menu=_MENU_ROWS,
             output=output,
         )
@@ -78,8 +80,15 @@ class ChatPrompt:
             event.current_buffer.insert_text("\n")
 
         @keys.add("c-g", filter=writing)
-        def _editor(event: KeyPressEvent) -> None:
-            event.current_buffer.open_in_editor(validate_and_handle=False)
+        async def _editor(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            try:
+                text = await run_in_terminal(lambda: edit_text(buffer.text), in_executor=True)
+            except ChatError as error:  # what was written stays
+                line = terminal_safe(error.message)
+                run_in_terminal(lambda: event.app.output.write(f"error: {line}\n"))
+                return
+            buffer.document = Document(text)
 
         @keys.add("c-c", filter=writing)
         @keys.add("<sigint>")

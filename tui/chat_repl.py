@@ -39,6 +39,7 @@ class ChatRepl:
                 await self._loop()
         finally:
             watch.cancel()
+            self._tell_notices()
 
     async def _loop(self) -> None:
         outcome = Outcome()
@@ -47,6 +48,7 @@ class ChatRepl:
             if outcome.answer:
                 outcome = await self._answer()
                 continue
+            self._tell_notices()
             try:
                 line = await self._prompt.read(outcome.draft)
             except EOFError:
@@ -124,6 +126,11 @@ class ChatRepl:
             self._console.print(_hanging(Text(terminal_safe(line), "dim"), self._console))
         if outcome.verbatim:
             self._console.print(Text(terminal_safe(outcome.verbatim), "dim"), soft_wrap=True)
+
+    def _tell_notices(self) -> None:
+        """What a turn left to be told: not before the answer has been drawn."""
+        for notice in self._chat.take_notices():
+            self._console.print(Text(terminal_safe(notice), "yellow"))
 
     def _refuse(self, error: CoreLLMError) -> None:
         self._console.print(Text.assemble(("error: ", "bold red"), terminal_safe(error.message)))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from corellm.chat.chat import Chat
 from corellm.chat.conversation import ROOT, Conversation
+from corellm.chat.files import named, text_or_file
 from corellm.chat.session import Session
 from corellm.chat.settings import DEFAULTS, RESET, SETTINGS, check_settings, parse_setting
 from corellm.chat.store import SessionStore, read_session, write_session
@@ -39,7 +39,7 @@ class Outcome:
 
 def set_system(chat: Chat, argument: str) -> Outcome:
     if argument:
-        chat.session.system = "" if argument == "-" else argument
+        chat.session.system = "" if argument == "-" else text_or_file(argument)
         chat.save()
     return Outcome((f"system: {chat.session.system}" if chat.session.system else "there is no system message",))
 
@@ -172,7 +172,7 @@ def waiting_calls(chat: Chat) -> tuple[str, ...]:
 
 
 def save(chat: Chat, argument: str) -> Outcome:
-    path = _path(argument)
+    path = named(argument)
     if os.path.exists(path):  # unlike its namesake of `Path`, this says no where a look is refused
         try:
             read_session(path)
@@ -183,16 +183,11 @@ def save(chat: Chat, argument: str) -> Outcome:
 
 
 def load(chat: Chat, argument: str) -> Outcome:
-    session = read_session(_path(argument))
+    session = read_session(named(argument))
     session.name = _store(chat).new().name
     chat.session = session
     chat.save()
     return Outcome((f"loaded {counted_turns(len(chat.conversation.turns()))}, as session {session.name}",))
-
-
-def _path(argument: str) -> Path:
-    """`~` means a home; that of nobody stays as it is written, and is then found to be no folder."""
-    return Path(os.path.expanduser(argument))
 
 
 def sessions(chat: Chat, argument: str) -> Outcome:

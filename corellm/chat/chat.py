@@ -6,27 +6,26 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 
+from corellm.chat import room
 from corellm.chat.backend import AnswerEnd, Backend
 from corellm.chat.conversation import Call, Conversation, Message
 from corellm.chat.session import Session
 from corellm.chat.store import SessionStore
 from corellm.errors import ChatError, PromptTooLongError
 
-# What `/drop` leaves free for the answer: this part of the context, and never more tokens than that.
-_ROOM_SHARE = 4
-_ROOM_TOKENS = 1024
-
 
 class Chat:
-    """`store` None: nothing is kept, as in a question asked from a script. `notify` tells the user one line."""
+    """`store` None: nothing is kept, as in a question asked from a script.
 
-    def __init__(
-        self, backend: Backend, session: Session, store: SessionStore | None, notify: Callable[[str], None]
-    ) -> None:
+    `is_saved` says whether the session's file, if there is to be one, has all that was said.
+    """
+
+    def __init__(self, backend: Backend, session: Session, store: SessionStore | None) -> None:
         self.backend = backend
         self.session = session
         self.store = store
-        self._notify = notify
+        self.is_saved = True
+        self._notices: dict[str, str] = {}  # what the user is to be told, by what it is about
 
     @property
     def conversation(self) -> Conversation:
@@ -94,46 +93,37 @@ class Chat:
         return []
 
     def save(self) -> None:
-        """Keep the session. A chat goes on when that fails, or when another chat has taken the file: it is told."""
+        """Keep the session. A chat goes on when that fails, or when another chat has taken the file: see notices."""
         if self.store is None:
             return
         try:
             renamed = self.store.save(self.session)
         except ChatError as error:
-            self._notify(f"the session is not saved: {error.message}")
+            self.is_saved = False
+            self._notices["unsaved"] = f"the session is not saved: {error.message}"
             return
+        self.is_saved = True
+        self._notices.pop("unsaved", None)  # what failed before is in the file now
         if renamed is not None:
-            self._notify(f"another chat has written this session since; this one goes on as {renamed}")
+            self._notices["renamed"] = f"another chat has written this session since; this one goes on as {renamed}"
 
-    # ---- room -----------------------------------------------------------------------------------------------------
+    def take_notices(self) -> list[str]:
+        """What came of saving since the last call and the user is to be told, a line each.
+
+        It waits here, because a session is saved while an answer is being drawn.
+        """
+        notices, self._notices = list(self._notices.values()), {}
+        return notices
 
     def overflow(self, error: PromptTooLongError) -> str:
         """What to tell a user whose conversation does not fit any more."""
-        tokens, context = self._count(), self.backend.context
-        found = (
-            error.message
-            if tokens is None or context is None
-            else (f"the conversation has {tokens:,} tokens, and prompt and answer may have {context:,} together")
-        )
-        if len(self.conversation.turns()) > 1:
-            return f"{found}. /drop lets go of the oldest turns and goes on, /clear starts over"
-        return f"{found}. The message alone is too long: shorten it by /edit, or start over by /clear"
+        return room.overflow(self.session, self.backend, error)
 
     def make_room(self) -> int:
         """Drop the fewest oldest turns that leave room for an answer; returns how many. Raises `ChatError`."""
-        turns = len(self.conversation.turns())
-        if turns < 2:
+        if len(self.conversation.turns()) < 2:
             raise ChatError("there is no older turn to drop; /clear starts over")
-        fitting = (count for count in range(1, turns) if self._fits_without(count))
-        dropped = next(fitting, turns - 1)
+        dropped = room.turns_to_drop(self.session, self.backend)
         self.conversation.drop_oldest(dropped)
         self.save()
         return dropped
-
-    def _fits_without(self, turns: int) -> bool:
-        tokens, context = self._count(turns), self.backend.context
-        return tokens is None or context is None or tokens + min(_ROOM_TOKENS, context // _ROOM_SHARE) <= context
-
-    def _count(self, without_turns: int = 0) -> int | None:
-        """Tokens of the prompt, its oldest turns left out."""
-        return self.backend.count(self.session.messages(without_turns), self.session.tools)

@@ -39,7 +39,9 @@ def _help(chat: Chat, argument: str) -> Outcome:
 
 COMMANDS: Mapping[str, Command] = {
     "help": Command(_help, "show this list"),
-    "system": Command(actions.set_system, "show the system message, or set it; - takes it away", "[TEXT]"),
+    "system": Command(
+        actions.set_system, "show the system message, or set it; @FILE reads it, - takes it away", "[TEXT]"
+    ),
     "clear": Command(actions.clear, "begin a new conversation; this one stays as a branch"),
     "undo": Command(actions.undo, "go back before the last question"),
     "retry": Command(actions.retry, "have the last question answered again"),

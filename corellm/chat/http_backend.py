@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -112,7 +113,7 @@ async def _models(session: aiohttp.ClientSession, url: str) -> list[Mapping[str,
         found = None
     entries = found.get("data") if isinstance(found, dict) else None
     if not isinstance(entries, list):
-        raise UpstreamError(f"{url}/models is no list of models; --url is usually http://HOST:PORT/v1")
+        raise UpstreamError(f"{url}/models is no list of models; {_usual(url)}")
     return [entry for entry in entries if isinstance(entry, dict) and "id" in entry]
 
 
@@ -125,7 +126,20 @@ def _choose(models: list[Mapping[str, Any]], url: str, wanted: str | None) -> Ma
     names = ", ".join(str(entry["id"]) for entry in models[:20]) or "none"
     if wanted:
         raise UpstreamError(f"{url} has no model {wanted!r}; --model may be one of: {names}")
+    if _lacks_path(url):
+        raise UpstreamError(f"{url} has no list of models; {_usual(url)}")
     raise UpstreamError(f"{url} does not say which models it has; give --model, and check that --url is right")
+
+
+def _lacks_path(url: str) -> bool:
+    return urlsplit(url).path in ("", "/")
+
+
+def _usual(url: str) -> str:
+    """What to try where no API answers."""
+    if _lacks_path(url):
+        return f"OpenAI servers usually answer under /v1: try --url {url.rstrip('/')}/v1"
+    return "--url is usually http://HOST:PORT/v1"
 
 
 async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
@@ -135,12 +149,13 @@ async def _check(answer: aiohttp.ClientResponse, url: str) -> None:
     body = await _read(answer)
     try:
         found = json.loads(body)["error"]
-        message, code = str(found["message"]), found.get("code")
+        message, code, field = str(found["message"]), found.get("code"), found.get("param")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        message, code = answer.reason or "no reason given", None
+        message, code, field = answer.reason or "no reason given", None, None
     if code == PromptTooLongError.code:
-        raise PromptTooLongError(message, "messages")
-    hint = {401: "; give the right --api-key", 403: "; give the right --api-key", 404: "; is --url right?"}
+        raise PromptTooLongError(message, field if isinstance(field, str) else "messages")
+    wrong_url = f"; {_usual(url)}" if _lacks_path(url) else "; is --url right?"
+    hint = {401: "; give the right --api-key", 403: "; give the right --api-key", 404: wrong_url}
     raise UpstreamError(f"{url} answers {answer.status}: {message}{hint.get(answer.status, '')}")
 
 

@@ -39,9 +39,12 @@ class Session(msgspec.Struct, kw_only=True):
 
         The system message comes first, if there is one.
         """
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        system = [self.system_message()] if self.system else []
         turns = self.conversation.turns()[without_turns:]
         return [*system, *(message.to_api() for turn in turns for message in turn)]
+
+    def system_message(self) -> dict[str, Any]:
+        return {"role": "system", "content": self.system}
 
 
 def to_json(session: Session) -> bytes:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
+from corellm.chat.files import file_error, read_bounded
 from corellm.chat.session import Session, from_json, to_json
 from corellm.errors import ChatError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 _SUFFIX = ".json"
+_SESSION_BYTES = 2**28  # some hundred full contexts of the longest kind; a chat gets slow long before it
+_MAY_WRITE = "choose a place that you may write to"
+_WRITE_REMEDIES = {
+    errno.ENOSPC: "free space or choose another place",
+    errno.EDQUOT: "free space or choose another place",
+    errno.EACCES: _MAY_WRITE,
+    errno.EPERM: _MAY_WRITE,
+    errno.EROFS: _MAY_WRITE,
+    errno.ENOENT: "make its folder first, or choose another place",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 # Of a file: (device, inode, time of the last change in ns). Each write makes a new inode.
 _Identity = tuple[int, int, int]
@@ -34,7 +47,7 @@ def make_private(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise _file_error(folder, error, "set XDG_STATE_HOME to a folder of yours") from None
+        raise file_error(folder, error, {}, "set XDG_STATE_HOME to a folder of yours") from None
 
 
 class SessionStore:
@@ -104,11 +117,7 @@ class SessionStore:
 
 def read_session(path: Path) -> Session:
     """The session in a file. Raises `ChatError`, naming the file."""
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise _file_error(path, error, "check the path") from None
-    return from_json(data, str(path))
+    return from_json(read_bounded(path, _SESSION_BYTES), str(path))
 
 
 def write_session(path: Path, session: Session) -> None:
@@ -125,12 +134,7 @@ def write_session(path: Path, session: Session) -> None:
         if draft is not None:
             with contextlib.suppress(OSError):
                 os.unlink(draft)
-        raise _file_error(path, error, "free space or choose another place") from None
-
-
-def _file_error(path: Path, error: OSError | ValueError, remedy: str) -> ChatError:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return ChatError(f"{path}: {reason or error}; {remedy}")
+        raise file_error(path, error, _WRITE_REMEDIES, "choose another place") from None
 
 
 def _identity(path: Path) -> _Identity | None:

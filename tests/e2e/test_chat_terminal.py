@@ -363,6 +363,86 @@ def test_ctrl_z_suspends_at_the_prompt_and_fg_comes_back_to_what_was_written(tmp
         screen.wait()
 
 
+def test_after_ctrl_z_and_fg_during_an_answer_keys_do_not_show(tmp_path: Path) -> None:
+    env = os.environ | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(tmp_path / "state"), "PS1": "$ "}
+    with (
+        chat_server(lambda body: [f"word{number} " for number in range(4000)], pause_s=0.01) as server,
+        terminal(["bash", "--norc", "--noprofile", "-i"], env) as screen,
+    ):
+        screen.send(f"{CORELLM} chat --url {server.url}\r")
+        screen.wait_for("/help lists")
+        screen.send("go\r")
+        screen.wait_for("word9 ")
+        screen.send("\x1a")
+        screen.wait_for("Stopped")
+        screen.send("fg\r")
+        drawn = len(screen.output)
+        screen.wait_until(lambda: screen.output.count(b"word", drawn) > 20, "more of the answer")
+        before = len(screen.output)
+        screen.send("ahead")
+        screen.wait_until(lambda: screen.output.count(b"word", before) > 40, "still more of the answer")
+        assert b"ahead" not in screen.output[before:]
+        screen.send("\x03")
+        screen.wait_for("interrupted; /retry asks again")
+        screen.wait_for("> ahead")
+        assert b"^C" not in screen.output[before:]
+        screen.send("\x03\x04")
+        screen.settle()
+        screen.send("exit\r")
+        screen.wait()
+
+
+def test_what_an_editor_saves_in_other_bytes_is_refused_and_the_text_stays(start: Start, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text("#!/bin/sh\nprintf '\\377' >> \"$1\"\n")
+    editor.chmod(0o700)
+    with chat_server(echo) as server, start(server, EDITOR=str(editor), VISUAL="") as screen:
+        screen.wait_for(">")
+        screen.send("draft")
+        screen.wait_for("> draft")
+        screen.send("\x07")
+        screen.wait_for("error: what the editor saved is not UTF-8 text: the byte at offset 5 is 0xff")
+        screen.send(" goes on\r")
+        screen.wait_for("echo 1: draft goes on")
+        assert "Unhandled" not in screen.text()
+        assert "Traceback" not in screen.text()
+
+
+def test_a_session_that_cannot_be_saved_is_told_once_a_turn_after_the_answer(
+    start: Start, server: ChatServer, state: Path
+) -> None:
+    state.mkdir(parents=True)
+    (state / "sessions").touch()
+    with start(server, columns=200) as screen:
+        for turn in range(1, 3):
+            screen.wait_until(lambda: screen.lines()[-1].startswith(">") or "\n>" in screen.text(), "prompt")
+            screen.send("hello\r")
+            screen.wait_until(lambda turn=turn: screen.text().count("not saved") >= turn, "notice")
+            screen.settle()
+        lines = [line for line in screen.lines() if line]
+    turns = [number for number, line in enumerate(lines) if line == "> hello"]
+    assert len(turns) == 2
+    for begin in turns:
+        answer = ["Heading", "Some bold text.", " • one", " • two", "  print('hi')", "The end."]
+        assert lines[begin + 1 : begin + 7] == answer
+        assert lines[begin + 7].startswith("TTFT")
+        assert lines[begin + 8].startswith(f"the session is not saved: {state / 'sessions'}")
+    assert sum("not saved" in line for line in lines) == 2
+
+
+def test_a_file_without_an_end_does_not_hold_the_chat(start: Start, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with chat_server(echo) as server, start(server, columns=200) as screen:
+        screen.wait_for(">")
+        for command in (f"/load {tmp_path}/fifo", "/load /dev/zero", f"/system @{tmp_path}/fifo", "/system @/dev/zero"):
+            screen.send(f"{command}\r")
+            screen.wait_for(f"error: {command.split()[1].removeprefix('@')} is no regular file; name one that is")
+            screen.settle()
+            screen.send("/clear\r")
+        screen.send("hello\r")
+        screen.wait_for("echo 1: hello")
+
+
 @pytest.mark.parametrize("during", ["prompt", "answer"])
 def test_a_terminated_chat_leaves_the_terminal_as_it_was(start: Start, during: str) -> None:
     with chat_server(lambda body: ["word "] * 1000, pause_s=0.02) as server, start(server) as screen:

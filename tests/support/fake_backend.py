@@ -42,7 +42,7 @@ class FakeBackend:
         self.asked.append(list(messages))
         self.sampling.append(dict(sampling))
         prompt = count_words(messages)
-        if self.context is not None and prompt + 1 > self.context:
+        if self.context is not None and prompt + sampling.get("max_tokens", 1) > self.context:
             raise PromptTooLongError(f"the prompt has {prompt} tokens", "prompt")
         pieces = self._answer(messages)
         for piece in pieces:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from corellm.chat.conversation import Call
 from corellm.chat.session import Session
 from corellm.chat.settings import DEFAULTS, SETTINGS, sampling_params
 from corellm.chat.store import SessionStore
-from corellm.errors import ChatError, EngineDeadError, PromptTooLongError
+from corellm.errors import ChatError, EngineDeadError
 from corellm.sampling_params import SamplingParams
 from tests.support.fake_backend import FakeBackend
 
@@ -26,10 +27,9 @@ class Table:
 
     def __init__(self, folder: Path, backend: FakeBackend | None = None) -> None:
         self.backend = backend or FakeBackend(lambda messages: [f"answer to {messages[-1]['content']}"])
-        self.notices: list[str] = []
         self.heard: list[str] = []
         self.store = SessionStore(folder)
-        self.chat = Chat(self.backend, self.store.new(), self.store, self.notices.append)
+        self.chat = Chat(self.backend, self.store.new(), self.store)
 
     def ask(self, text: str) -> None:
         self.chat.ask(text)
@@ -84,6 +84,30 @@ def test_every_turn_has_the_earlier_ones_and_the_system_message(table: Table) ->
     assert table.backend.asked[-1][0]["role"] == "user"
 
 
+def test_the_system_message_may_stand_in_a_file(table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brief.txt").write_text("Be brief.\nVery.\n")
+    assert table.run(f"/system @{tmp_path}/brief.txt").lines == ("system: Be brief.\nVery.",)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    table.run("/system -")
+    table.run("/system @~/brief.txt")
+    assert table.saved().system == "Be brief.\nVery."
+
+
+def test_a_file_that_gives_no_system_message_leaves_the_old_one(table: Table, tmp_path: Path) -> None:
+    table.run("/system be brief")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    os.mkfifo(tmp_path / "fifo")
+    for name, message in (
+        ("missing.txt", "missing.txt: No such file or directory; check the path"),
+        ("latin1.txt", "latin1.txt is not UTF-8 text: the byte at offset 3 is 0xe9"),
+        ("fifo", "fifo is no regular file"),
+    ):
+        with pytest.raises(ChatError) as found:
+            table.run(f"/system @{tmp_path}/{name}")
+        assert message in found.value.message
+        assert table.saved().system == table.chat.session.system == "be brief"
+
+
 def test_cancelling_keeps_what_came(tmp_path: Path) -> None:
     table = Table(tmp_path, FakeBackend(lambda messages: ["half ", "an answer"], block=True))
     table.chat.ask("one")
@@ -120,12 +144,40 @@ def test_an_answer_of_nothing_leaves_the_question_open(tmp_path: Path) -> None:
     assert [m.role for m in table.saved().conversation.path()] == ["user", "assistant"]
 
 
-def test_a_chat_goes_on_when_its_session_cannot_be_saved(tmp_path: Path) -> None:
-    (tmp_path / "sessions").touch()
-    table = Table(tmp_path / "sessions")
+def test_a_chat_goes_on_when_its_session_cannot_be_saved_and_says_so_once_a_turn(tmp_path: Path) -> None:
+    blocked = tmp_path / "sessions"
+    blocked.touch()
+    table = Table(blocked)
+    for turn in range(1, 3):
+        table.ask("one")
+        assert len(table.path()) == 2 * turn
+        (notice,) = table.chat.take_notices()
+        assert notice.startswith(f"the session is not saved: {blocked}")
+        assert table.chat.take_notices() == []
+        assert not table.chat.is_saved
+
+
+def test_what_is_saved_after_all_is_not_complained_about(tmp_path: Path) -> None:
+    blocked = tmp_path / "sessions"
+    blocked.touch()
+    table = Table(blocked)
+    table.chat.ask("one")
+    blocked.unlink()
+    table.answer()
+    assert table.chat.take_notices() == []
+    assert table.chat.is_saved
+    assert table.saved() == table.chat.session
+
+
+def test_a_session_that_another_chat_has_taken_is_told_once(table: Table) -> None:
     table.ask("one")
-    assert table.path() == ["one", "answer to one"]
-    assert all("the session is not saved" in notice for notice in table.notices)
+    name = table.chat.session.name
+    SessionStore.save(SessionStore(table.store._folder), Session(name="other"))
+    (table.store._folder / "other.json").replace(table.store._folder / f"{name}.json")
+    table.ask("two")
+    assert table.chat.take_notices() == [
+        f"another chat has written this session since; this one goes on as {table.chat.session.name}"
+    ]
 
 
 def test_retry_makes_a_branch(table: Table) -> None:
@@ -197,7 +249,8 @@ def test_set_shows_checks_and_resets(table: Table) -> None:
         ("/load ~nobody-here/file", "No such file"),
         ("/load a\0b", "null byte"),
         ("/save ~nobody-here/file", "No such file"),
-        (f"/save {'a' * 300}", "File name too long"),
+        ("/save /nodir/x", "/nodir/x: No such file or directory; make its folder first, or choose another place"),
+        (f"/save {'a' * 300}", "File name too long; choose a shorter name"),
         ("/save a\0b", "null byte"),
         ("/save a\ud800b", "surrogates not allowed"),
         ("/sessions other", "there is no session 'other'"),
@@ -279,45 +332,6 @@ def test_raw_and_show(table: Table) -> None:
     shown = "\n".join(table.run("/show").lines)
     for part in ("fake-model", table.chat.session.name, "8 tokens of 100", "temperature 0.6"):
         assert part in shown
-
-
-# ---- overflow --------------------------------------------------------------------------------------------------------
-
-
-def test_overflow_offers_to_drop_the_oldest_turns_and_goes_on(tmp_path: Path) -> None:
-    table = Table(tmp_path, FakeBackend(lambda messages: ["word " * 9], context=60))
-    for number in range(3):
-        table.ask(f"question {number} " + "x " * 8)
-    table.chat.ask("the last one " + "y " * 8)
-    with pytest.raises(PromptTooLongError) as found:
-        table.answer()
-    offer = table.chat.overflow(found.value)
-    assert "68 tokens, and prompt and answer may have 60 together" in offer
-    assert "/drop" in offer
-    assert "/clear" in offer
-    assert table.run("/drop").lines == ("dropped the 2 oldest turns; /branch leads back",)
-    assert [m["content"].split()[:2] for m in table.backend.asked[-1] if m["role"] == "user"] == [
-        ["question", "2"],
-        ["the", "last"],
-    ]
-    assert len(table.saved().conversation.ends()) == 2
-
-
-def test_a_message_that_is_too_long_alone_is_told_so(tmp_path: Path) -> None:
-    table = Table(tmp_path, FakeBackend(context=10))
-    table.chat.ask("x " * 20)
-    with pytest.raises(PromptTooLongError) as found:
-        table.answer()
-    assert "alone is too long: shorten it by /edit" in table.chat.overflow(found.value)
-
-
-def test_where_only_the_server_counts_one_turn_is_dropped(tmp_path: Path) -> None:
-    table = Table(tmp_path, FakeBackend(context=None))
-    table.ask("one")
-    table.ask("two")
-    table.ask("three")
-    assert table.run("/drop").lines == ("dropped the oldest turn; /branch leads back",)
-    assert table.path()[0] == "two"
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------

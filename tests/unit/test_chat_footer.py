@@ -38,6 +38,23 @@ def end(**changes: Any) -> AnswerEnd:
             None,
             "TTFT 250 ms · in 1,812 (1,800 cached) · out 0 · context 1,812 · cut off at the token limit",
         ),
+        (
+            end(finish_reason="length", prompt_tokens=200, output_tokens=56),
+            256,
+            "TTFT 250 ms · 13.8 tok/s · in 200 (1,800 cached) · out 56 · context 256 of 256"
+            " · cut off at the end of the context",
+        ),
+        (
+            end(finish_reason="length", prompt_tokens=200, output_tokens=55),
+            256,
+            "TTFT 250 ms · 13.5 tok/s · in 200 (1,800 cached) · out 55 · context 255 of 256"
+            " · cut off at the token limit",
+        ),
+        (
+            end(prompt_tokens=200, output_tokens=56),
+            256,
+            "TTFT 250 ms · 13.8 tok/s · in 200 (1,800 cached) · out 56 · context 256 of 256",
+        ),
     ],
 )
 def test_what_is_known_is_shown(given: AnswerEnd, context: int | None, line: str) -> None:

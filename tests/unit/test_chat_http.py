@@ -110,6 +110,17 @@ def test_refusals_are_one_line(response: web.Response, kind: type[CoreLLMError],
     assert "\n" not in found.value.message
 
 
+@pytest.mark.parametrize(("param", "field"), [("max_tokens", "max_tokens"), (None, "messages"), (3, "messages")])
+def test_the_field_that_is_too_long_is_the_one_that_the_server_names(param: object, field: str) -> None:
+    error = {"message": "too many tokens", "code": "context_length_exceeded", "param": param}
+    with (
+        chat_server(lambda body: refusing(400, {"error": error})) as server,
+        pytest.raises(PromptTooLongError) as found,
+    ):
+        ask(server)
+    assert found.value.param == field
+
+
 def test_nobody_there() -> None:
     with chat_server(lambda body: []) as server:
         pass
@@ -117,11 +128,49 @@ def test_nobody_there() -> None:
         ask(server)
 
 
-def test_what_is_no_openai_server() -> None:
+def test_a_path_without_an_api() -> None:
     with chat_server(lambda body: []) as server:
-        server.url = server.url.replace("/v1", "")
+        server.url = server.url.replace("/v1", "/v2")
         with pytest.raises(UpstreamError, match="give --model, and check that --url is right"):
             ask(server)
+
+
+@pytest.mark.parametrize("model", [None, "given"])
+def test_an_url_without_a_path_is_told_the_usual_one(model: str | None) -> None:
+    with chat_server(lambda body: ["hi"]) as server:
+        right = server.url
+        server.url = right.removesuffix("/v1")
+        with pytest.raises(UpstreamError, match="OpenAI servers usually answer under /v1: try --url") as found:
+            ask(server, model=model)
+        assert found.value.message.endswith(f" {right}")
+        server.url = right
+        assert ask(server)[0] == "hi"
+
+
+@pytest.mark.parametrize("path", ["", "/api"])
+def test_a_page_that_is_no_list_of_models(path: str) -> None:
+    async def welcome(request: web.Request) -> web.Response:
+        return web.Response(text="<html>welcome</html>", content_type="text/html")
+
+    async def run() -> str:
+        app = web.Application()
+        app.router.add_get(f"{path}/models", welcome)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            with pytest.raises(UpstreamError) as found:
+                await HttpBackend.connect(f"http://{host}:{port}{path}", None, None)
+            return found.value.message.replace(f"{host}:{port}", "HOST")
+        finally:
+            await runner.cleanup()
+
+    hints = {
+        "": "OpenAI servers usually answer under /v1: try --url http://HOST/v1",
+        "/api": "--url is usually http://HOST:PORT/v1",
+    }
+    assert asyncio.run(run()) == f"http://HOST{path}/models is no list of models; {hints[path]}"
 
 
 def test_an_answer_that_breaks_off_is_an_error() -> None:

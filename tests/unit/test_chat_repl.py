@@ -43,7 +43,7 @@ def chatting(
 ) -> tuple[Chat, str]:
     """The chat after these lines, and what it printed."""
     store = SessionStore(folder)
-    chat = Chat(backend, store.new(), store, lambda line: None)
+    chat = Chat(backend, store.new(), store)
     console = Console(file=io.StringIO(), width=width)
     view = new_view or PlainAnswer(io.StringIO(), terminal=False)
     repl = ChatRepl(chat, ScriptedPrompt(*lines), console, lambda: view)  # type: ignore[arg-type]

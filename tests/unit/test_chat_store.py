@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from corellm.chat.conversation import Call, Conversation, Message
+from corellm.chat.files import read_bounded
 from corellm.chat.session import Session, from_json, to_json
 from corellm.chat.store import SessionStore, make_private, read_session, state_folder, write_session
 from corellm.errors import ChatError
@@ -131,10 +132,58 @@ def test_what_is_no_session_is_refused_by_name(data: bytes, named: str) -> None:
 
 
 def test_files_that_can_not_be_read_or_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ChatError, match=r"missing\.json: No such file"):
+    with pytest.raises(ChatError, match=r"missing\.json: No such file or directory; check the path"):
         read_session(tmp_path / "missing.json")
-    with pytest.raises(ChatError, match="nowhere"):
+    with pytest.raises(ChatError, match=r"nowhere/x\.json: No such file or directory; make its folder first"):
         write_session(tmp_path / "nowhere/x.json", Session(name="x"))
+    with pytest.raises(ChatError, match="File name too long; choose a shorter name"):
+        write_session(tmp_path / ("x" * 300), Session(name="x"))
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free space or choose another place"),
+        (errno.EACCES, "choose a place that you may write to"),
+        (errno.EROFS, "choose a place that you may write to"),
+        (errno.EIO, "choose another place"),
+    ],
+)
+def test_what_helps_against_a_failed_write_fits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ChatError) as found:
+        write_session(tmp_path / "x.json", Session(name="x"))
+    assert found.value.message == f"{tmp_path}/x.json: {os.strerror(number)}; {remedy}"
+
+
+def test_what_is_no_file_or_has_no_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(ChatError, match="is no regular file; name one that is"):
+            read_session(path)
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ChatError, match=r"huge has more than 268,435,456 bytes; give less"):
+        read_session(tmp_path / "huge")
+
+
+def test_a_file_may_have_as_many_bytes_as_are_allowed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_bounded(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ChatError, match="more than 4 bytes"):
+        read_bounded(tmp_path / "file", 4)
+
+
+def test_a_long_session_is_read(store: SessionStore) -> None:
+    """A hundred contexts of 131,072 tokens, of four characters each."""
+    session = session_with("word" * 131_072 * 100)
+    store.save(session)
+    assert store.open("one") == session
 
 
 def test_the_state_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
