@@ -31,7 +31,12 @@ def serve(
         ),
     ] = None,
     api_key_file: Annotated[
-        str | None, typer.Option(help="File with one key on each line.", metavar="FILE", rich_help_panel=_SERVER)
+        str | None,
+        typer.Option(
+            help="File with one key on each line; lines that begin with # are comments.",
+            metavar="FILE",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without a key.", rich_help_panel=_SERVER)

@@ -16,6 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from corellm import background_stderr
 from corellm.comms.messages import Progress
 from corellm.config import EngineOptions
 from corellm.found_model import FoundModel, find, model_name
@@ -31,6 +32,7 @@ T = TypeVar("T")
 
 def run_serve(options: ServerOptions, engine: EngineOptions) -> ExitCode:
     """Serve until told to stop. Raises `CoreLLMError` for what keeps it from serving, or ends it."""
+    background_stderr.install()
     configure_logging(engine.log_level, options.log_format)
     engine = replace(engine, model=model_name(engine))
     with contextlib.ExitStack() as closing:
@@ -60,26 +62,35 @@ def _bind(options: ServerOptions) -> tuple[ServerOptions, socket.socket]:
 
 async def _serve(options: ServerOptions, engine: EngineOptions, bound: socket.socket) -> object:
     from corellm.openai_server.api_workers import ApiWorkers, WorkerLaunch
+    from corellm.openai_server.engine_work import until_no_work
     from corellm.openai_server.service import Service
 
     console = Console(stderr=True, highlight=False)
+
+    def say(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
+
     with contextlib.ExitStack() as showing:
         startup = showing.enter_context(StartupDisplay(console))
-        service = Service(options, startup.report)
+        service = Service(options, startup.report, say)
         workers = ApiWorkers(WorkerLaunch(options, engine.log_level), service.fail)
 
         def on_ready(ready: TextEngine) -> None:
             showing.close()
             startup.ready(ready.info)
-            console.print(Text(f"serving on {_address(options)}"), soft_wrap=True)
+            say(f"serving on {_address(options)}")
             workers.start(ready.folder)
+
+        async def drain(engine: TextEngine) -> None:
+            """What uses our engine beside this process: API workers, and front ends that have joined."""
+            await asyncio.gather(workers.drain(), until_no_work(engine))
 
         async def open_engine(report: Callable[[Progress], None]) -> TextEngine:
             model = await _in_daemon_thread(lambda: find(engine, report))
             return await TextEngine.start(_shared(model), report)
 
         try:
-            return await service.run(bound, open_engine, on_ready, workers.drain)
+            return await service.run(bound, open_engine, on_ready, drain)
         finally:
             await workers.close()
 

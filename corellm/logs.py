@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import time
+from typing import TextIO
 
 ACCESS = "corellm.access"  # the server's log of requests, written whatever the level
 
@@ -35,8 +37,34 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class NarrationAsJson(io.TextIOBase):
+    """A stderr whose every line becomes a record, as `JsonFormatter` has it, of a stream that programs read."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._form = JsonFormatter()
+        self._part = ""  # a line that has not ended yet
+
+    def write(self, text: str) -> int:
+        *lines, self._part = (self._part + text).split("\n")
+        for line in filter(str.strip, lines):
+            level = logging.ERROR if line.startswith("error:") else logging.INFO
+            fields = {"name": "corellm", "levelno": level, "levelname": logging.getLevelName(level), "msg": line}
+            self._stream.write(self._form.format(logging.makeLogRecord(fields)) + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def writable(self) -> bool:
+        return True
+
+
 def configure_logging(level: str, form: str = "text") -> None:
-    """Send records of `level` and above to stderr, as "text" or "json". With "debug", errors bring their traceback."""
+    """Send records of `level` and above to stderr, as "text" or "json". With "debug", errors bring their traceback.
+
+    As "json", what is said on a stderr that is no terminal besides becomes records too.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logger = logging.getLogger("corellm")
@@ -44,3 +72,5 @@ def configure_logging(level: str, form: str = "text") -> None:
     logger.setLevel(level.upper())
     logger.propagate = False
     logging.getLogger(ACCESS).setLevel(logging.INFO)
+    if form == "json" and sys.stderr is not None and not sys.stderr.isatty():
+        sys.stderr = NarrationAsJson(sys.stderr)

@@ -13,7 +13,7 @@ from corellm.batch.journal import answer_row, error_row
 from corellm.batch.prepare import PreparedRow, RefusedRow
 from corellm.batch.rows import Row, RowError
 from corellm.errors import CoreLLMError, InvalidRequestError, RequestFailedError
-from corellm.openai_api.responses import Head, error_body, error_status, response_body, usage
+from corellm.openai_api.responses import Head, error_body, error_status, response_body
 from corellm.openai_api.results import Completion, TokenBytes
 
 BATCH_PRIORITY = 1  # behind interactive requests, which have 0
@@ -64,7 +64,7 @@ class Answerer:
             return _failed(row, error)
         head = Head.new(row.endpoint, self._model)
         body = response_body(prepared.request, head, groups, self._token_bytes)
-        used = usage(groups)
+        used = body["usage"]
         return Answer(
             row.line,
             row.custom_id,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from corellm.openai_api.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, echo_text
 from corellm.openai_api.requests import ChatRequest, CompletionRequest
 from corellm.openai_api.responses import Head, usage
-from corellm.openai_api.results import Completion, Delta, TokenBytes, TokenLogprob
+from corellm.openai_api.results import Completion, Delta, PromptOnlyDelta, TokenBytes, TokenLogprob
 from corellm.openai_api.tools import ToolUse, finish_reason, opened_call
 from corellm.text.tool_calls import CallDelta
 
@@ -30,7 +30,7 @@ class StreamedAnswer:
     ) -> None:
         generation = request.generation
         chat = isinstance(request, ChatRequest)
-        self._n = generation.n
+        self._n, self._prompt_only = generation.n, generation.prompt_only
         self._choices = _choices(request, token_bytes, len(prompt_tokens))
         self._ends: list[Completion | None] = [None] * len(self._choices)
         self._prompt_tokens, self._output_tokens = sum(prompt_tokens), 0
@@ -44,6 +44,8 @@ class StreamedAnswer:
 
     def push(self, index: int, delta: Delta) -> Iterator[dict[str, Any]]:
         """The chunks, if any, that a delta of choice `index` (prompt-major) becomes."""
+        if self._prompt_only:
+            delta = PromptOnlyDelta.of(delta)
         self._output_tokens += len(delta.token_ids)
         if delta.end is not None:
             self._ends[index] = delta.end

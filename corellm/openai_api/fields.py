@@ -43,13 +43,16 @@ class Field:
 
 _CHAT, _COMPLETIONS = Endpoint.CHAT, Endpoint.COMPLETIONS
 _COUNT = kinds.integer(1, MAX_INT32)
+_COUNT_OR_NONE = kinds.integer(0, MAX_INT32)  # none: the prompt alone
 
 FIELDS = (
     Field("model", kinds.text, Use.REQUEST),
     Field("messages", kinds.conversation, Use.REQUEST, _CHAT),
     Field("prompt", kinds.prompts, Use.REQUEST, _COMPLETIONS),
-    Field("max_tokens", _COUNT, Use.REQUEST),
-    Field("max_completion_tokens", _COUNT, Use.REQUEST),
+    Field("max_tokens", _COUNT, Use.REQUEST, _CHAT),
+    Field("max_tokens", _COUNT_OR_NONE, Use.REQUEST, _COMPLETIONS),
+    Field("max_completion_tokens", _COUNT, Use.REQUEST, _CHAT),
+    Field("max_completion_tokens", _COUNT_OR_NONE, Use.REQUEST, _COMPLETIONS),
     Field("n", kinds.integer(1, MAX_CHOICES), Use.REQUEST),
     Field("best_of", kinds.integer(1, MAX_CHOICES), Use.REQUEST),
     Field("stream", kinds.boolean, Use.REQUEST),
@@ -81,15 +84,15 @@ FIELDS = (
     Field("include_stop_str_in_output", kinds.boolean),
     Field("ignore_eos", kinds.boolean),
     Field("logit_bias", kinds.logit_bias),
-    # For OpenAI's own service alone: nothing to do.
-    Field("user", kinds.anything, Use.NONE),
-    Field("metadata", kinds.anything, Use.NONE),
-    Field("store", kinds.anything, Use.NONE),
-    Field("service_tier", kinds.anything, Use.NONE),
-    Field("safety_identifier", kinds.anything, Use.NONE),
-    Field("prompt_cache_key", kinds.anything, Use.NONE),
-    Field("prompt_cache_options", kinds.anything, Use.NONE),
-    Field("prompt_cache_retention", kinds.anything, Use.NONE),
+    # For OpenAI's own service alone: nothing to do. What strings may say there changes too often to be checked here.
+    Field("user", kinds.text, Use.NONE),
+    Field("metadata", kinds.an_object, Use.NONE),
+    Field("store", kinds.boolean, Use.NONE),
+    Field("service_tier", kinds.text, Use.NONE),
+    Field("safety_identifier", kinds.text, Use.NONE),
+    Field("prompt_cache_key", kinds.text, Use.NONE),
+    Field("prompt_cache_options", kinds.an_object, Use.NONE),
+    Field("prompt_cache_retention", kinds.text, Use.NONE),
     # They would change the answer: refused unless they ask for nothing.
     Field("functions", kinds.unsupported([]), Use.NONE, _CHAT),
     Field("function_call", kinds.unsupported("none"), Use.NONE, _CHAT),

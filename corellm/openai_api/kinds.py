@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from corellm.errors import InvalidRequestError
@@ -37,8 +37,17 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
-def refuse(name: str, value: Any, allowed: str) -> NoReturn:
-    raise InvalidRequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
+def refuse(name: str, value: Any, allowed: str, param: str | None = None) -> NoReturn:
+    """`param` is the field where `name` is a part of it."""
+    raise InvalidRequestError(f"{name} is {shown(value)}; it must be {allowed}", param or name)
+
+
+def refuse_member(name: str, holder: Mapping[str, Any], key: str, allowed: str) -> NoReturn:
+    """Refuse what `holder`, which is called `name`, has under `key`, if it has anything there."""
+    path = f"{name}.{key}"
+    if holder.get(key) is None:
+        raise InvalidRequestError(f"{path} is missing; it must be {allowed}", path)
+    refuse(path, holder[key], allowed)
 
 
 def is_integer(value: Any) -> bool:
@@ -74,8 +83,9 @@ def number(name: str, value: Any) -> float:
     return value
 
 
-def anything(name: str, value: Any) -> Any:
-    """For fields that have no effect."""
+def an_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        refuse(name, value, "an object")
     return value
 
 
@@ -90,15 +100,26 @@ def unsupported(*harmless: Any) -> Kind:
 
 
 def stop_strings(name: str, value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(entry, str) and entry for entry in strings):
+    if isinstance(value, str) and value:
+        return (value,)
+    if not isinstance(value, list):
         refuse(name, value, f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
-    return tuple(strings)
+    for index, entry in enumerate(value):
+        if not isinstance(entry, str) or not entry:
+            refuse(f"{name}[{index}]", entry, "a non-empty string", name)
+    return tuple(value)
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(is_integer(entry) and 0 <= entry <= MAX_INT32 for entry in value):
+    if not isinstance(value, list):
         refuse(name, value, "a list of token ids")
+    return _token_ids(name, value, name)
+
+
+def _token_ids(path: str, value: list[Any], param: str) -> tuple[int, ...]:
+    for index, entry in enumerate(value):
+        if not is_integer(entry) or not 0 <= entry <= MAX_INT32:
+            refuse(f"{path}[{index}]", entry, f"a token id, an integer from 0 to {MAX_INT32}", param)
     return tuple(value)
 
 
@@ -120,14 +141,24 @@ def prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
     """A string, a list of strings, a list of token ids, or a list of such lists: always returned as several prompts."""
     if isinstance(value, str):
         return (value,)
-    if isinstance(value, list) and value:
-        if all(isinstance(entry, str) for entry in value):
-            return tuple(value)
-        if is_integer(value[0]):
-            return (token_ids(name, value),)
-        if all(isinstance(entry, list) and entry for entry in value):
-            return tuple(token_ids(name, entry) for entry in value)
-    refuse(name, value, "a string, a list of strings, a list of token ids or a list of lists of them, not empty")
+    if not isinstance(value, list) or not value:
+        refuse(name, value, "a string, a list of strings, a list of token ids or a list of lists of them, not empty")
+    if is_integer(value[0]):
+        return (_token_ids(name, value, name),)
+    if not isinstance(value[0], str | list):
+        refuse(f"{name}[0]", value[0], "a string, a token id or a list of token ids", name)
+    return tuple(_prompt(f"{name}[{index}]", entry, type(value[0]), name) for index, entry in enumerate(value))
+
+
+def _prompt(path: str, entry: Any, kind: type, param: str) -> str | tuple[int, ...]:
+    """One of several, which are all of the first one's kind: a string, or a list of token ids."""
+    if kind is str:
+        if not isinstance(entry, str):
+            refuse(path, entry, "a string, as the first one is", param)
+        return entry
+    if not isinstance(entry, list) or not entry:
+        refuse(path, entry, "a list of at least one token id", param)
+    return _token_ids(path, entry, param)
 
 
 def conversation(name: str, value: Any) -> list[dict[str, Any]]:
@@ -142,17 +173,21 @@ def conversation(name: str, value: Any) -> list[dict[str, Any]]:
 
 def response_format(name: str, value: Any) -> JsonConstraint | None:
     """None for text; else what the answer is held to."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        refuse(name, value, 'an object such as {"type": "json_object"}')
+    kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return JsonConstraint('{"type": "object"}', param=name)
     if kind != "json_schema":
-        refuse(f"{name}.type" if isinstance(value, dict) else name, kind or value, "text, json_object or json_schema")
+        refuse_member(name, value, "type", "text, json_object or json_schema")
     wanted = value.get("json_schema")
-    schema = wanted.get("schema") if isinstance(wanted, dict) else None
+    if not isinstance(wanted, dict):
+        refuse_member(name, value, "json_schema", 'an object such as {"name": "…", "schema": {…}}')
+    schema = wanted.get("schema")
     if not isinstance(schema, dict):
-        refuse(f"{name}.json_schema.schema", schema, "a JSON schema, which is an object")
+        refuse_member(f"{name}.json_schema", wanted, "schema", "a JSON schema, which is an object")
     strict = wanted.get("strict")
     if strict is not None:
         boolean(f"{name}.json_schema.strict", strict)

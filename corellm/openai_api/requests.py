@@ -25,6 +25,7 @@ class Generation:
     params: SamplingParams
     model: str | None = None
     n: int = 1  # choices for each prompt
+    prompt_only: bool = False  # nothing generated is wanted; `params` asks for one token, the fewest there can be
     stream: bool = False
     include_usage: bool = False  # of stream_options: a last chunk with the token counts
     continuous_usage: bool = False  # of stream_options: the counts so far in every chunk
@@ -125,6 +126,8 @@ def _completion(values: dict[str, Any]) -> CompletionRequest:
         constraint=values.get("response_format"),
     )
     generation = _generation(values, Endpoint.COMPLETIONS, limits)
+    if generation.prompt_only:
+        _check_prompt_only(values)
     if len(prompts) * generation.n > MAX_ANSWERS:
         raise InvalidRequestError(
             f"prompt holds {len(prompts)} prompts and n is {generation.n}, {len(prompts) * generation.n} answers "
@@ -151,10 +154,12 @@ def _generation(values: dict[str, Any], endpoint: Endpoint, params: SamplingPara
             "prompt_logprobs is given and stream is true; only a whole answer has a place for them", "prompt_logprobs"
         )
     options = values.get("stream_options", {})
+    max_tokens = _max_tokens(values, endpoint)
     return Generation(
-        params=replace(params, max_tokens=_max_tokens(values, endpoint), **sampling),
+        params=replace(params, max_tokens=1 if max_tokens == 0 else max_tokens, **sampling),
         model=values.get("model"),
         n=n,
+        prompt_only=max_tokens == 0,
         stream=stream,
         include_usage=options.get("include_usage") or False,
         continuous_usage=options.get("continuous_usage_stats") or False,
@@ -162,6 +167,20 @@ def _generation(values: dict[str, Any], endpoint: Endpoint, params: SamplingPara
         cache_salt=values.get("cache_salt", ""),
         prompt_logprobs=values.get("prompt_logprobs"),
     )
+
+
+def _check_prompt_only(values: dict[str, Any]) -> None:
+    """Raise `InvalidRequestError` for what contradicts a `max_tokens` of 0."""
+    name = "max_tokens" if "max_tokens" in values else "max_completion_tokens"
+    if not values.get("echo"):
+        raise InvalidRequestError(
+            f"{name} is 0, but echo is not true; set echo to get the prompt alone, or {name} to at least 1", name
+        )
+    for other, most in (("n", 1), ("min_tokens", 0)):
+        if values.get(other, most) > most:
+            raise InvalidRequestError(
+                f"{other} is {values[other]} and {name} is 0, the prompt alone; leave {other} out", other
+            )
 
 
 def _most(*counts: int | None) -> int | None:

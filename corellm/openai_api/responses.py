@@ -26,7 +26,7 @@ from corellm.openai_api.logprobs import (
     prompt_logprobs,
 )
 from corellm.openai_api.requests import ChatRequest, CompletionRequest
-from corellm.openai_api.results import Completion, TokenBytes
+from corellm.openai_api.results import Completion, PromptOnly, TokenBytes
 from corellm.openai_api.tools import ToolUse, finish_reason, split_calls
 
 
@@ -102,6 +102,8 @@ def response_body(
     token_bytes: TokenBytes,
 ) -> dict[str, Any]:
     """The whole answer to a request; `groups[prompt][choice]`."""
+    if request.generation.prompt_only:
+        groups = [[PromptOnly.of(choice) for choice in choices] for choices in groups]
     scores = request.generation.prompt_logprobs
     if isinstance(request, ChatRequest):
         return chat_body(head, groups[0], token_bytes, tools=request.tools, prompt_scores=scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 TokenBytes = Callable[[int], bytes]
@@ -64,3 +65,42 @@ class Delta(Protocol):
     def prompt_logprobs(self) -> Sequence[PromptLogprob] | None: ...
     @property
     def end(self) -> Completion | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOnly:
+    """A `Completion` that ends where its prompt does."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: Sequence[TokenLogprob] | None  # none, or None where none were asked for
+    prompt_logprobs: Sequence[PromptLogprob] | None
+    text: str = ""
+    finish_reason: str = "length"
+    output_tokens: int = 0
+
+    @classmethod
+    def of(cls, completion: Completion) -> PromptOnly:
+        """What is left of it without all that was generated."""
+        return cls(
+            prompt_tokens=completion.prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+            logprobs=None if completion.logprobs is None else (),
+            prompt_logprobs=completion.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOnlyDelta:
+    """A `Delta` of such an answer."""
+
+    prompt_logprobs: Sequence[PromptLogprob] | None
+    end: Completion | None
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+
+    @classmethod
+    def of(cls, delta: Delta) -> PromptOnlyDelta:
+        """What is left of it without all that was generated."""
+        return cls(prompt_logprobs=delta.prompt_logprobs, end=None if delta.end is None else PromptOnly.of(delta.end))

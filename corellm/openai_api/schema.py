@@ -28,7 +28,9 @@ def _number(low: float, high: float, *, above: bool = False) -> Schema:
 
 _TEXT: Schema = {"type": "string"}
 _BOOLEAN: Schema = {"type": "boolean"}
+_OBJECT: Schema = {"type": "object"}
 _COUNT = _integer(1, MAX_INT32)
+_COUNT_OR_NONE: Schema = {**_integer(0, MAX_INT32), "description": "0, for the prompt alone, only with echo and n 1."}
 _TOKEN_IDS: Schema = {"type": "array", "items": _integer(0, MAX_INT32)}
 _SOME_TOKEN_IDS: Schema = {**_TOKEN_IDS, "minItems": 1}
 _STOP: Schema = {"type": "string", "minLength": 1}
@@ -130,8 +132,6 @@ _TOOL_CHOICE: Schema = {
 # Of fields with the same meaning at both endpoints. A field that is missing here and in `_OWN` is not described.
 _COMMON: dict[str, Schema] = {
     "model": _TEXT,
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
     "n": _integer(1, MAX_CHOICES),
     "best_of": {**_integer(1, MAX_CHOICES), "description": "The same as n, or left out."},
     "stream": _BOOLEAN,
@@ -166,18 +166,20 @@ _COMMON: dict[str, Schema] = {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": _number(-100, 100),
     },
-    "user": {},
-    "metadata": {},
-    "store": {},
-    "service_tier": {},
-    "safety_identifier": {},
-    "prompt_cache_key": {},
-    "prompt_cache_options": {},
-    "prompt_cache_retention": {},
+    "user": _TEXT,
+    "metadata": _OBJECT,
+    "store": _BOOLEAN,
+    "service_tier": _TEXT,
+    "safety_identifier": _TEXT,
+    "prompt_cache_key": _TEXT,
+    "prompt_cache_options": _OBJECT,
+    "prompt_cache_retention": _TEXT,
 }
 _OWN: dict[Endpoint, dict[str, Schema]] = {
     Endpoint.CHAT: {
         "messages": _MESSAGES,
+        "max_tokens": _COUNT,
+        "max_completion_tokens": _COUNT,
         "logprobs": _BOOLEAN,
         "top_logprobs": _integer(0, MAX_LOGPROBS),
         "tools": {"type": "array", "items": {"anyOf": [_FUNCTION, _BUILT_IN]}, "maxItems": MAX_TOOLS},
@@ -195,6 +197,8 @@ _OWN: dict[Endpoint, dict[str, Schema]] = {
                 {"type": "array", "items": _SOME_TOKEN_IDS, "minItems": 1},
             ]
         },
+        "max_tokens": _COUNT_OR_NONE,
+        "max_completion_tokens": _COUNT_OR_NONE,
         "logprobs": _integer(0, MAX_LOGPROBS),
         "echo": _BOOLEAN,
     },
@@ -220,8 +224,7 @@ def request_schema(endpoint: Endpoint) -> Schema:
 
 def _object(fields: dict[str, Schema], required: list[str]) -> Schema:
     properties = {
-        name: schema if name in required or not schema else {"anyOf": [schema, {"type": "null"}]}
-        for name, schema in fields.items()
+        name: schema if name in required else {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items()
     }
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 

@@ -5,4 +5,5 @@ server       routes and middleware put together            connection   deadline
 gate         keys and origins                              observe      ids, log lines, metrics and errors of requests
 intake       a body to token ids                           answers      token ids to a whole body or a stream of events
 state        starting, ready, draining, dead; capacity     routes       what each path does
+engine_work  what the engine still has to do, for anybody   worker_process  one of those more processes
 """

@@ -76,12 +76,12 @@ class Answering:
             priority=generation.priority or 0,
             cache_salt=generation.cache_salt,
         )
-        self._ended(completion)
+        self._observer.answered(completion)
+        self._note(completion.prompt_tokens, completion.output_tokens)
         return completion
 
-    def _ended(self, completion: Completion) -> None:
-        self._observer.answered(completion)
-        note(self._http, completion.prompt_tokens, completion.output_tokens)
+    def _note(self, prompt_tokens: int, output_tokens: int) -> None:
+        note(self._http, prompt_tokens, 0 if self._request.generation.prompt_only else output_tokens)
 
     # ---- streamed -------------------------------------------------------------------------------------------------
 
@@ -105,17 +105,22 @@ class Answering:
 
     async def _stream_choice(self, index: int, chunks: StreamedAnswer, events: EventStream) -> None:
         generation = self._request.generation
+        prompt = self._prompts[index // self._n]
         deltas = self._engine.stream(
-            self._prompts[index // self._n],
+            prompt,
             generation.choice_params(index % self._n),
             priority=generation.priority or 0,
             cache_salt=generation.cache_salt,
         )
+        unread = len(prompt)  # not in the log line yet
         async with aclosing(deltas):
             async for delta in deltas:
                 await events.send(chunks.push(index, delta))
+                # As they go: a stream may be ended before its end, and its log line tells what was sent.
+                self._note(unread, len(delta.token_ids))
+                unread = 0
                 if delta.end is not None:
-                    self._ended(delta.end)
+                    self._observer.answered(delta.end)
 
 
 class EventStream:

@@ -29,7 +29,7 @@ access_log = logging.getLogger(ACCESS)
 
 
 def note(request: web.Request, prompt_tokens: int, output_tokens: int) -> None:
-    """Add the tokens of an answer to what the request's log line will say."""
+    """Add tokens of an answer, or of a part of it, to what the request's log line will say."""
     before = request.get(_TOKENS, (0, 0))
     request[_TOKENS] = (before[0] + prompt_tokens, before[1] + output_tokens)
 

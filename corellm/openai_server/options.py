@@ -78,19 +78,21 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """The keys of a file, one a line. Raises `OptionError`."""
+    """The keys of a file, one a line; lines that begin with # are comments. Raises `OptionError`."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"--api-key-file {path} cannot be read: {error}; give a file with a key on each line"
         ) from None
-    keys = tuple(line.strip() for line in lines if line.strip())
+    stripped = (line.strip() for line in lines)
+    keys = tuple(line for line in stripped if line and not line.startswith("#"))
     if not keys:
         raise OptionError(f"--api-key-file {path} holds no key; write one on each line")
-    if any(" " in key for key in keys):  # of a comment, every word would be a key
+    if any(" " in key for key in keys):
         raise OptionError(
-            f"--api-key-file {path} has a line with a space in it; write one key on each line, and no more"
+            f"--api-key-file {path} has a line with a space in it; write one key on each line, and comments on lines "
+            "of their own that begin with #"
         )
     return keys
 

@@ -60,7 +60,7 @@ class Routes:
                 request, prompts = await self._intake.take(http, lambda body: self._parse(endpoint, body, engine))
                 head = Head.new(endpoint, request.generation.model or self._names(engine)[0])
                 answering = Answering(http, engine, self._observer, request, prompts, head)
-                with self._state.answering(answering.answers):
+                with self._state.answering(len(prompts), request.generation.n):
                     return await answering.respond()
 
         return generate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -12,16 +13,19 @@ from typing import Any
 
 from corellm.comms.messages import Progress, Stats
 from corellm.errors import CoreLLMError
+from corellm.openai_server.engine_work import engine_work
 from corellm.openai_server.options import ServerOptions
 from corellm.openai_server.server import HttpServer, make_app
 from corellm.openai_server.state import ServerState
 from corellm.text_engine import TextEngine
 
+COUNT_S = 1.0  # for the engine to say how much it has to do
 FAREWELL_S = 1.0  # for the last events of requests that were ended to reach their clients
 
 log = logging.getLogger("corellm.server")
 
 OpenEngine = Callable[[Callable[[Progress], None]], Awaitable[TextEngine]]
+Drain = Callable[[TextEngine], Awaitable[None]]
 
 
 class Stopped(Enum):
@@ -38,15 +42,19 @@ SIGNALS: Mapping[signal.Signals, Stopped] = {
 
 
 class Service:
-    """Serves on one socket until one of `signals` or the engine's death. `run` may be called once."""
+    """Serves on one socket until one of `signals` or the engine's death. `run` may be called once.
+
+    `report` is told how far the start-up is, `say` what a user who waits for the end wants to know, in one line.
+    """
 
     def __init__(
         self,
         options: ServerOptions,
         report: Callable[[Progress], None] = lambda _: None,
+        say: Callable[[str], None] | None = None,
         signals: Mapping[signal.Signals, Stopped] = SIGNALS,
     ) -> None:
-        self._options, self._report, self._signals = options, report, signals
+        self._options, self._report, self._say, self._signals = options, report, say, signals
         self._state = ServerState(-(-options.max_concurrent // options.api_workers))
         self._engine: TextEngine | None = None
         self._stop: asyncio.Future[Stopped] = asyncio.get_running_loop().create_future()
@@ -58,12 +66,12 @@ class Service:
         bound: socket.socket,
         open_engine: OpenEngine,
         on_ready: Callable[[TextEngine], None] = lambda _: None,
-        on_drain: Callable[[], Awaitable[None]] | None = None,
+        on_drain: Drain | None = None,
     ) -> Stopped:
         """Listen, open the engine, serve, drain.
 
-        `on_ready` is called once requests are welcome; `on_drain` is awaited beside our own draining, within the same
-        time. Raises what kept the engine from starting, or what it died of.
+        `on_ready` is called once requests are welcome; what `on_drain` does is awaited beside our own draining, within
+        the same time. Raises what kept the engine from starting, or what it died of.
         """
         loop = asyncio.get_running_loop()
         for number, kind in self._signals.items():
@@ -104,6 +112,7 @@ class Service:
         if not self._stop.done():
             self._state.fail(error)
             self._stop.set_exception(error)
+            self._stop.exception()  # it is raised where it is awaited; no complaint if that is never
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
@@ -131,11 +140,11 @@ class Service:
         finally:
             dying.cancel()
 
-    async def _drain(self, engine: TextEngine, beside: Callable[[], Awaitable[None]] | None) -> None:
+    async def _drain(self, engine: TextEngine, beside: Drain | None) -> None:
         """Until nothing is open any more, the grace has passed, or a second signal comes."""
         self._state.drain()
-        log.info("draining, for at most %g s", self._options.shutdown_grace)
-        quiet = asyncio.gather(self._state.idle(), *([beside()] if beside is not None else []))
+        quiet = asyncio.gather(self._state.idle(), *([beside(engine)] if beside is not None else []))
+        announcing = asyncio.create_task(self._announce(engine))
         dying = asyncio.create_task(engine.died())
         stopping = asyncio.create_task(self._stop_now.wait())
         try:
@@ -144,11 +153,25 @@ class Service:
                 self._state.fail(dying.result())
                 raise dying.result()
         finally:
-            for work in (quiet, dying, stopping):
+            for work in (quiet, announcing, dying, stopping):
                 work.cancel()
-            await asyncio.gather(quiet, dying, stopping, return_exceptions=True)
+            await asyncio.gather(quiet, announcing, dying, stopping, return_exceptions=True)
             engine.abort_all()
             await self._until_idle(FAREWELL_S)
+
+    async def _announce(self, engine: TextEngine) -> None:
+        """Say what the end waits for, unless that is nothing."""
+        if self._say is None:
+            return
+        work = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COUNT_S):
+                work = await engine_work(engine)
+        if answers := max(work, self._state.open_answers):  # the engine knows all front ends; it may be behind a little
+            self._say(
+                f"draining: {answers} {'answer is' if answers == 1 else 'answers are'} open, for at most "
+                f"{self._options.shutdown_grace:g} s more; Ctrl-C or SIGTERM again to stop now"
+            )
 
     async def _until_idle(self, seconds: float) -> None:
         try:

@@ -88,12 +88,14 @@ class ServerState:
                 self._idle.set()
 
     @contextlib.contextmanager
-    def answering(self, answers: int) -> Iterator[None]:
-        """Room for so many answers. Raises `HttpError` 429 when there is none, `InvalidRequestError` if never."""
+    def answering(self, prompts: int, n: int) -> Iterator[None]:
+        """Room for `n` answers to each prompt.
+
+        Raises `HttpError` 429 when there is none now, `InvalidRequestError` when there never is.
+        """
+        answers = prompts * n
         if answers > self._capacity:
-            raise InvalidRequestError(
-                f"n asks for {answers} answers in all; this server works on {self._capacity} at once: split it", "n"
-            )
+            raise self._never_fits(prompts, n)
         if self._open + answers > self._capacity:
             raise self._full()
         self._open += answers
@@ -109,6 +111,14 @@ class ServerState:
     async def idle(self) -> None:
         """Wait until every request is answered."""
         await self._idle.wait()
+
+    def _never_fits(self, prompts: int, n: int) -> Exception:
+        limit = f"this server works on {self._capacity} at once"
+        if prompts == 1:
+            return InvalidRequestError(f"n asks for {n} answers; {limit}: lower n", "n")
+        return InvalidRequestError(
+            f"prompt holds {prompts} prompts and n is {n}, {prompts * n} answers together; {limit}: split it", "prompt"
+        )
 
     def _full(self) -> Exception:
         return over_capacity(f"{self._open} answers are being worked on, {self._capacity} are allowed; try again later")

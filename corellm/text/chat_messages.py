@@ -88,7 +88,7 @@ def _message(entry: object, path: str) -> ChatMessage:
     if role == "developer":
         role = "system"  # OpenAI's newer name for it
     if role not in ROLES:
-        raise _invalid(f"{path}.role", role, f"one of {', '.join(ROLES)}")
+        raise _invalid(f"{path}.role", role, f"one of {', '.join(ROLES)}, developer")
     calls_given = message.get("tool_calls")
     if calls_given and role != "assistant":
         raise _invalid(f"{path}.tool_calls", calls_given, "left out, unless the role is assistant")

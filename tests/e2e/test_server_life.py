@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -137,10 +138,57 @@ def test_the_grace_and_a_second_signal_end_it(
             os.kill(server.pid, number)
             time.sleep(0.2)
         last = stream.rest()[-1]
+        assert f"draining: 8 answers are open, for at most {grace} s more; Ctrl-C" in server.stderr
         assert json.loads(last)["error"]["code"] == "shutting_down"
         assert server.wait(10) == code
         assert time.monotonic() - began < 5
         wait_until_gone(server.run_root, 2)
+
+
+def join(server: ServeProcess, tokens: int) -> subprocess.Popen[bytes]:
+    """A batch of one row that has joined the server's engine, and is at work on it."""
+    rows = server.folder / "in.jsonl"
+    rows.write_text(json.dumps({"prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True}))
+    model = server.words[server.words.index("--model") + 1]
+    words = [CORELLM, "batch", str(rows), "--model", model, "--device", "cpu"]
+    joined = subprocess.Popen(words, env=server.environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while re.search(r"num_requests_running\{.*\} 1\.0", server.get("/metrics")) is None:
+        assert time.monotonic() < deadline, server.stderr
+        time.sleep(0.02)
+    return joined
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_front_ends_that_have_joined_are_waited_for_too(tiny: str, tmp_path: Path, workers: str) -> None:
+    with serving(tmp_path, tiny, "--api-workers", workers) as server, join(server, 1500) as joined:
+        os.kill(server.pid, signal.SIGTERM)
+        time.sleep(0.2)
+        assert post(server, {"prompt": [1]}) == 503
+        assert joined.wait(30) == 0
+        assert '"completion_tokens":1500' in (tmp_path / "in.out.jsonl").read_text().replace(" ", "")
+        assert server.wait(10) == 0
+        assert "draining: 1 answer is open, for at most 30 s more" in server.stderr
+        wait_until_gone(server.run_root, 2)
+
+
+def test_front_ends_that_have_joined_are_waited_for_no_longer_than_the_grace(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny, "--shutdown-grace", "0.5") as server, join(server, 4000) as joined:
+        began = time.monotonic()
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait(10) == 0
+        assert time.monotonic() - began < 5
+        assert joined.wait(10) == 1
+
+
+def test_a_server_with_nothing_open_leaves_at_once_and_says_nothing(tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, tiny) as server:
+        assert post(server, {"prompt": [1], "max_tokens": 2}) == 200
+        began = time.monotonic()
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(10) == 130
+        assert time.monotonic() - began < 3
+        assert "draining" not in server.stderr
 
 
 def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(tiny: str, tmp_path: Path) -> None:

@@ -139,6 +139,18 @@ def test_an_echoed_prompt_and_its_scores(client: openai.OpenAI) -> None:
     assert [token for part in streamed for token in part.tokens or ()] == found.tokens
     assert [at for part in streamed for at in part.text_offset or ()] == found.text_offset
 
+    alone = client.completions.create(**{**fields, "max_tokens": 0})
+    assert (alone.choices[0].text, alone.choices[0].finish_reason) == ("Snow is", "length")
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
+    scores = alone.choices[0].logprobs
+    assert scores is not None
+    assert scores.tokens is not None
+    assert scores.token_logprobs is not None
+    count = alone.usage.prompt_tokens
+    assert scores.tokens == found.tokens[:count]
+    assert scores.token_logprobs[1:] == pytest.approx(found.token_logprobs[1:count], abs=1e-4)
+
     scored = client.completions.create(model="demo", prompt="Snow is", max_tokens=1, extra_body={"prompt_logprobs": 1})
     entries = scored.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
     assert entries[0] is None

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from corellm.openai_server.options import Deadlines
 
@@ -39,10 +40,10 @@ class ServeProcess:
         self.folder = folder
         self.run_root = folder / "corellm"
         self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "NO_COLOR": "1"}
-        self._words = [CORELLM, "serve", "--model", model, "--device", "cpu", "--port", "0", *options]
+        self.words = [CORELLM, "serve", "--model", model, "--device", "cpu", "--port", "0", *options]
         if deadlines is not None:
             times = (deadlines.header_s, deadlines.body_s, deadlines.write_s)
-            self._words = [sys.executable, "-c", IMPATIENT, model, *map(str, times)]
+            self.words = [sys.executable, "-c", IMPATIENT, model, *map(str, times)]
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.headers: dict[str, str] = {}  # of our requests, such as a key
@@ -56,17 +57,17 @@ class ServeProcess:
         assert self.process is not None
         return self.process.pid
 
-    def launch(self) -> None:
-        """Start it, and do not wait."""
-        with (self.folder / "serve.err").open("wb") as stderr:
-            self.process = subprocess.Popen(self._words, env=self.environment, stderr=stderr)
+    def launch(self, stderr: IO[bytes] | None = None) -> None:
+        """Start it, and do not wait. `stderr` is what it writes to instead of `serve.err`."""
+        with (self.folder / "serve.err").open("wb") as file:
+            self.process = subprocess.Popen(self.words, env=self.environment, stderr=stderr or file)
 
     def start(self) -> None:
         """Start it and wait until it says where it serves."""
         self.launch()
         assert self.process is not None
         deadline = time.monotonic() + START_S
-        while (found := re.search(r"serving on (https?://\S+)", self.stderr)) is None:
+        while (found := re.search(r"serving on (https?://[^\s\"]+)", self.stderr)) is None:
             assert self.process.poll() is None, self.stderr
             assert time.monotonic() < deadline, self.stderr
             time.sleep(0.05)
@@ -76,11 +77,11 @@ class ServeProcess:
         assert self.process is not None
         return self.process.wait(seconds)
 
-    def stop(self) -> None:
+    def stop(self, patience_s: float = 30) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(30)
+                self.process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

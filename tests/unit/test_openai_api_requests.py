@@ -12,6 +12,7 @@ from corellm.errors import InvalidRequestError
 from corellm.openai_api.fields import TABLES, Endpoint
 from corellm.openai_api.kinds import shown
 from corellm.openai_api.requests import ChatRequest, CompletionRequest, parse_request
+from corellm.openai_api.tokenize import parse_detokenize
 from corellm.sampling_params import SamplingParams
 
 TOOL: dict[str, Any] = {
@@ -109,9 +110,51 @@ def test_four_forms_of_prompt(prompt: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], ["a", 1], [1, True], [1, -1], [[1], "a"], {}, 5, [1.0], [True]])
 def test_other_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="prompt is") as refused:
+    with pytest.raises(InvalidRequestError, match=r"^prompt(\[\d\])* is .*; it must be") as refused:
         completion(prompt=prompt)
     assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("prompt", [1, -2], "prompt[1] is -2;"),
+        ("prompt", [1, "a"], 'prompt[1] is "a";'),
+        ("prompt", ["a", 1], "prompt[1] is 1;"),
+        ("prompt", [True], "prompt[0] is true;"),
+        ("prompt", [[1], "a"], 'prompt[1] is "a";'),
+        ("prompt", [[1], []], "prompt[1] is an empty list;"),
+        ("prompt", [[1], [2, 2**31]], "prompt[1][1] is 2147483648;"),
+        ("stop", ["a", 1], "stop[1] is 1;"),
+        ("stop", [""], 'stop[0] is "";'),
+        ("stop", "", 'stop is "";'),
+        ("stop_token_ids", [3, -1], "stop_token_ids[1] is -1;"),
+        ("stop_token_ids", [None], "stop_token_ids[0] is null;"),
+        ("response_format", {}, "response_format.type is missing;"),
+        ("response_format", {"type": None}, "response_format.type is missing;"),
+        ("response_format", {"type": []}, "response_format.type is an empty list;"),
+        ("response_format", {"type": "xml"}, 'response_format.type is "xml";'),
+        ("response_format", [], "response_format is an empty list;"),
+        ("response_format", {"type": "json_schema"}, "response_format.json_schema is missing;"),
+        ("response_format", {"type": "json_schema", "json_schema": "x"}, 'response_format.json_schema is "x";'),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {}},
+            "response_format.json_schema.schema is missing;",
+        ),
+    ],
+)
+def test_what_is_wrong_within_a_field_is_named(field: str, value: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        completion(**{field: value})
+    assert refused.value.message.startswith(f"{named} it must be ")
+    assert (refused.value.param or "").startswith(field)
+
+
+def test_a_token_to_turn_into_text_that_is_none_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match=r'^tokens\[1\] is "a"; it must be a token id') as refused:
+        parse_detokenize({"tokens": [1, "a"]})
+    assert refused.value.param == "tokens"
 
 
 BAD_VALUES: list[Any] = [
@@ -166,6 +209,14 @@ BAD_VALUES: list[Any] = [
     ("audio", {}),
     ("echo", 1),
     ("best_of", 2),
+    ("store", "a"),
+    ("user", 1),
+    ("metadata", "a"),
+    ("service_tier", True),
+    ("safety_identifier", 1),
+    ("prompt_cache_key", ["a"]),
+    ("prompt_cache_options", "a"),
+    ("prompt_cache_retention", 24),
 ]
 
 

@@ -25,6 +25,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "continue_final_message": {"add_generation_prompt": False},
     "min_tokens": {"max_tokens": 2**31 - 1},
 }
+BESIDE_AT_COMPLETIONS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"echo": True},
+    "max_completion_tokens": {"echo": True},
+}
 # A description of one field cannot say these.
 NOT_OF_ONE_FIELD = {"best_of"}
 
@@ -64,17 +68,17 @@ def described_fields() -> list[tuple[Endpoint, str]]:
 def test_a_field_is_described_as_it_is_checked(endpoint: Endpoint, name: str) -> None:
     validator = jsonschema_rs.Draft202012Validator(request_schema(endpoint))
     outcomes = set()
+    beside = BESIDE.get(name) or (BESIDE_AT_COMPLETIONS.get(name, {}) if endpoint is Endpoint.COMPLETIONS else {})
     for value in VALUES:
         if name == "messages" and isinstance(value, list) and value and isinstance(value[0], dict):
             continue  # what a message holds is the prompt format's to check
         if name == "stream_options" and value == {"include_usage": None}:
             continue  # a null there means the default; no use to describe
-        body = {**REQUIRED[endpoint], **BESIDE.get(name, {}), name: value}
+        body = {**REQUIRED[endpoint], **beside, name: value}
         accepted = accepts(endpoint, body)
         assert validator.is_valid(body) == accepted, value
         outcomes.add(accepted)
-    if request_schema(endpoint)["properties"][name]:
-        assert False in outcomes
+    assert False in outcomes
     assert True in outcomes or name == "messages"
 
 
@@ -110,6 +114,14 @@ def test_a_message_is_described_as_prompts_take_it(message: dict[str, Any]) -> N
         assert not validator.is_valid({"messages": [message]})
     else:
         assert validator.is_valid({"messages": [message]})
+
+
+def test_a_role_that_is_none_is_refused_with_every_role_that_is_one() -> None:
+    roles = request_schema(Endpoint.CHAT)["properties"]["messages"]["items"]["anyOf"][0]["properties"]["role"]["enum"]
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_messages([{"role": "king", "content": "x"}])
+    listed = refused.value.message.partition("one of ")[2]
+    assert sorted(listed.split(", ")) == sorted(roles)
 
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))

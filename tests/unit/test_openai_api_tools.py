@@ -84,7 +84,7 @@ def test_malformed_tools_are_named(tools: Any, param: str) -> None:
     [
         ({}, "response_format.type"),
         ({"type": "xml"}, "response_format.type"),
-        ({"type": "json_schema"}, "response_format.json_schema.schema"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
         ({"type": "json_schema", "json_schema": {"schema": True}}, "response_format.json_schema.schema"),
         ({"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}, "response_format.json_schema.strict"),
         ({"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 140_000]}}}, "response_format"),
@@ -333,6 +333,60 @@ def test_an_echoed_prompt_is_whole_and_streamed_the_same(bos: bytes, prompt: Any
     assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     for name, entries in found.items():
         assert [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"][name]] == entries
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+def test_a_prompt_alone_is_the_echo_without_the_answer_whole_and_streamed(logprobs: int | None) -> None:
+    """Against the same request with an answer, cut where the prompt ends."""
+    fields = {"prompt": "né", "echo": True, "logprobs": logprobs, "stream": True}
+    head, token_bytes = Head("id", 1, "m"), ByteTokenizer().token_bytes
+    completion = scored("né".encode(), "k", logprobs or 0)
+    if logprobs is None:
+        completion = replace(completion, logprobs=None, prompt_logprobs=None)
+    completion = replace(completion, finish_reason="stop", prompt_tokens=3, cached_tokens=0, output_tokens=1)
+    with_answer = parse_request(Endpoint.COMPLETIONS, {**fields, "max_tokens": 1})
+    alone = parse_request(Endpoint.COMPLETIONS, {**fields, "max_tokens": 0, "stream_options": {"include_usage": True}})
+    assert alone.generation.params == with_answer.generation.params
+
+    full = response_body(with_answer, head, [[completion]], token_bytes)["choices"][0]
+    body = response_body(alone, head, [[completion]], token_bytes)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("né", "length")
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 0)
+    assert choice["logprobs"] == (
+        None
+        if full["logprobs"] is None
+        else {name: None if entries is None else entries[:3] for name, entries in full["logprobs"].items()}
+    )
+
+    streamed = StreamedAnswer(alone, head, token_bytes, [3])
+    scores = list(completion.logprobs or ())
+    first = Delta(text="k", token_ids=[107], logprobs=scores, prompt_logprobs=completion.prompt_logprobs)
+    chunks = [chunk for delta in (first, Delta(text="", end=completion)) for chunk in streamed.push(0, delta)]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(part["text"] for part in parts) == "né"
+    assert [part["logprobs"] for part in parts if part["logprobs"]] == [choice["logprobs"]] * (logprobs is not None)
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["length"]
+    assert next(streamed.finish())["usage"] == body["usage"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"max_completion_tokens": 0, "prompt_logprobs": 1}, "max_completion_tokens"),
+        ({"max_tokens": 0, "echo": True, "n": 2}, "n"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+    ],
+)
+def test_no_tokens_at_all_are_for_an_echo_alone(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_request(Endpoint.COMPLETIONS, {"prompt": "x", **fields})
+    assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="max_tokens is 0"):
+        chat(max_tokens=0)
 
 
 def test_an_echo_without_scores_is_text_alone() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from corellm.comms.messages import Progress
 from corellm.errors import EngineDeadError, NumericalError, OptionError, OverloadedError, RequestAbortedError
 from corellm.logs import JsonFormatter, TextFormatter
 from corellm.openai_server.options import ServerOptions, is_loopback, read_keys
-from tests.support.serving import Served, StreamingEngine, served
+from tests.support.serving import Served, StreamingEngine, served, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -242,7 +243,14 @@ def test_over_capacity_is_429_and_what_could_never_fit_400() -> None:
         )  # fmt: skip
         assert (await server.post(COMPLETIONS, PROMPT))[0] == 200
         assert (await first)[0] == 200
-        assert error_of(await server.post(COMPLETIONS, {**PROMPT, "n": 4})) == (400, "invalid_request_error", "n", None)
+        for never, param in (
+            ({**PROMPT, "n": 4}, "n"),
+            ({"prompt": ["x"] * 4}, "prompt"),
+            ({"prompt": ["x"] * 2, "n": 2}, "prompt"),
+        ):
+            answer = await server.post(COMPLETIONS, never)
+            assert error_of(answer) == (400, "invalid_request_error", param, None)
+            assert answer[1]["error"]["message"].startswith("n asks for 4" if param == "n" else "prompt holds ")
         assert (await server.post(COMPLETIONS, {**PROMPT, "n": 3}))[0] == 200
 
     run(test, max_concurrent=3)
@@ -329,7 +337,9 @@ def test_metrics_have_engine_and_server_figures() -> None:
     run(test)
 
 
-def test_the_access_log_tells_everything_but_prompts() -> None:
+@contextlib.contextmanager
+def access_records() -> Iterator[list[logging.LogRecord]]:
+    """What the access log is told."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -337,18 +347,22 @@ def test_the_access_log_tells_everything_but_prompts() -> None:
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
+
+def test_the_access_log_tells_everything_but_prompts() -> None:
     async def test(server: Served) -> None:
         await server.post(COMPLETIONS, {"prompt": "a secret", "n": 2}, headers={"X-Request-Id": "r1"})
         await server.post(COMPLETIONS, {"prompt": ["a secret"], "n": 0}, headers={"X-Request-Id": "r2"})
         await server.get("/health")
         await server.get(URL("/v1/x%0Ay", encoded=True), headers={"X-Request-Id": "r3"})
 
-    try:
+    with access_records() as records:
         run(test)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
     lines = [json.loads(JsonFormatter().format(record)) for record in records]
     told = [(line["request_id"], line["status"], line["prompt_tokens"], line["output_tokens"]) for line in lines]
     assert told == [("r1", 200, 16, 20), ("r2", 400, 0, 0), ("r3", 404, 0, 0)]
@@ -357,6 +371,41 @@ def test_the_access_log_tells_everything_but_prompts() -> None:
     assert "secret" not in json.dumps(lines) + "".join(record.getMessage() for record in records)
     for record in records:
         assert "\n" not in JsonFormatter().format(record) + TextFormatter().format(record)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("how", ["it ends", "the engine dies", "the client leaves"])
+def test_the_access_log_tells_what_a_stream_sent_however_it_ended(path: str, how: str) -> None:
+    """Tokens are bytes here, and the fake engine sends one in each event."""
+    body = {**(HELLO if path == CHAT else PROMPT), "n": 2, "stream": True}
+    prompt = "user:hello|assistant:" if path == CHAT else "hello"
+    sent = 0
+
+    async def test(server: Served) -> None:
+        nonlocal sent
+        async with server.session.post(path, json=body) as response:
+            async for line in response.content:
+                parts = json.loads(line[6:]).get("choices", []) if line.startswith(b"data: {") else []
+                if not any(part.get("text") or part.get("delta", {}).get("content") for part in parts):
+                    continue
+                sent += 1
+                if sent == 6 and how == "the engine dies":
+                    server.engine.dies(EngineDeadError("killed"))
+                elif sent == 6 and how == "the client leaves":
+                    break
+        await until(lambda: bool(records) and not server.state.open_answers)
+
+    async def work() -> None:
+        async with served(StreamingEngine(pace=0.05)) as server:
+            await asyncio.wait_for(test(server), 30)
+
+    with access_records() as records:
+        asyncio.run(work())
+    fields = records[-1].fields  # type: ignore[attr-defined]
+    assert fields["prompt_tokens"] == 2 * len(prompt)
+    # A client that leaves may have missed what was on its way.
+    assert sent <= fields["output_tokens"] <= sent + (2 if how == "the client leaves" else 0)
+    assert sent == 2 * (len(prompt) + 2) if how == "it ends" else 6 <= sent < 10
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
@@ -396,9 +445,17 @@ def test_options_out_of_range_are_named(option: dict[str, Any], flag: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("one\n\n  two \r\n", ("one", "two")), ("# team a\none\n", None), ("\n", None)]
+    ("text", "expected"),
+    [
+        ("one\n\n  two \r\n", ("one", "two")),
+        ("# team a\none\n  #c\n\t# two\r\n#\n", ("one",)),
+        ("o#e\n", ("o#e",)),
+        ("one # team a\n", None),
+        ("#one\n", None),
+        ("\n", None),
+    ],
 )
-def test_a_key_file_has_keys_and_nothing_else(tmp_path: Path, text: str, expected: Any) -> None:
+def test_a_key_file_has_keys_and_comments_and_nothing_else(tmp_path: Path, text: str, expected: Any) -> None:
     (tmp_path / "keys").write_text(text)
     if expected is not None:
         assert read_keys(str(tmp_path / "keys")) == expected

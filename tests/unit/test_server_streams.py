@@ -122,6 +122,26 @@ def test_the_death_of_the_engine_is_the_last_event_of_every_stream() -> None:
     run(test, pace=0.1)
 
 
+def test_a_prompt_alone_has_no_answer_whole_or_streamed() -> None:
+    body = {"prompt": ["one", "two"], "echo": True, "max_tokens": 0, "logprobs": 1}
+
+    async def test(server: Served) -> None:
+        status, whole = await server.post(COMPLETIONS, body)
+        assert status == 200
+        assert [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]] == [
+            ("one", "length"), ("two", "length"),
+        ]  # fmt: skip
+        assert whole["usage"]["completion_tokens"] == 0
+        events = await server.events(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+        assert events.pop() == "[DONE]"
+        assert events[-1]["usage"] == whole["usage"]
+        for choice in whole["choices"]:
+            parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+            assert "".join(map(text_of, parts)) == choice["text"]
+
+    run(test)
+
+
 def test_an_error_of_one_choice_ends_the_others() -> None:
     async def work() -> None:
         calls = 0
