@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -87,6 +86,8 @@ def batch(
 
 def default_output(input: str) -> str:
     """IN.out.jsonl for IN.jsonl and IN.jsonl.gz; stdout for stdin and named pipes, such as a shell's <(command)."""
-    if input == "-" or Path(input).is_fifo():
+    from corellm.batch.lines import is_pipe
+
+    if is_pipe(input):
         return "-"
     return input.removesuffix(".gz").removesuffix(".jsonl") + ".out.jsonl"

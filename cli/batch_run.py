@@ -72,6 +72,9 @@ def run_batch(command: BatchCommand) -> ExitCode:
         except CoreLLMError as error:
             run.tell_end(error.code)
             raise
+        except KeyboardInterrupt:
+            run.tell_interrupted()
+            raise
     _tell(command, console, summary)
     if summary.interrupted:
         return ExitCode.INTERRUPTED
@@ -84,6 +87,7 @@ class _Run:
     def __init__(self, command: BatchCommand, options: BatchOptions, source: Source, console: Console) -> None:
         self._command, self._options, self._source, self._console = command, options, source, console
         self._summary_so_far: Callable[[str], Summary] | None = None
+        self._has_begun = False  # with the rows
 
     def dry(self) -> Summary:
         """Check every row and run nothing."""
@@ -119,6 +123,11 @@ class _Run:
         if self._summary_so_far is not None:
             _tell(self._command, self._console, self._summary_so_far(failed_with))
 
+    def tell_interrupted(self) -> None:
+        """Say what Ctrl-C ended, where no summary does."""
+        if not self._has_begun:
+            self._console.print("interrupted before the first row; nothing was generated")
+
     def _choose(self, report: Callable[[Progress], None]) -> Choice:
         command = self._command
         choice = choose(command.engine, report, name=command.attach_to, new=command.new_engine)
@@ -133,7 +142,8 @@ class _Run:
 
     def _open_output(self, model: FoundModel, survey: Survey | None) -> Journal:
         command = self._command
-        fingerprint = Fingerprint.of(survey, model=model_identity(model.settings), settings=self._options.settings())
+        identity = model_identity(model.settings, max_model_len=command.engine.max_model_len)
+        fingerprint = Fingerprint.of(survey, model=identity, settings=self._options.settings())
         return open_journal(
             command.output,
             fingerprint,
@@ -164,6 +174,7 @@ class _Run:
             events = EventLines(self._console).on_event
             runner = BatchRunner(engine, self._source, journal, self._options, events, total=total)
             self._summary_so_far = runner.summary
+            self._has_begun = True
             display = BatchDisplay(self._console, runner.snapshot, engine.latest_stats, live=not journal.is_terminal)
             with _stopping_on_signals(runner), display:
                 painting = asyncio.create_task(display.keep_painting())

@@ -7,12 +7,15 @@ import os
 import sys
 from typing import Annotated
 
-import typer
+try:
+    import typer
 
-from corellm.errors import CoreLLMError, OptionError
+    from corellm.errors import CoreLLMError, OptionError
 
-from . import batch, chat, serve, top
-from .exit_codes import ExitCode
+    from . import batch, chat, serve, top
+    from .exit_codes import ExitCode
+except KeyboardInterrupt:  # imports take some tenths of a second, and `run` is not there yet to say so
+    sys.exit(130)
 
 app = typer.Typer(
     name="corellm",
@@ -62,19 +65,33 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
-            raise
-        # Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _end_with(error)
+    except CoreLLMError as error:
+        _log_origin(error)
+        _print_error(error.message)
+        return ExitCode.USAGE if isinstance(error, OptionError) else ExitCode.FAILURE
+
+
+def _end_with(error: OSError) -> int:
+    """What no command has words for: a write to stdout that fails, or a file that nobody thought could be missing."""
+    if error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO) and error.filename is None:
+        if sys.stdout is not None:  # Python would complain once more when it flushes it at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:  # a reader that left wants to hear nothing
             _print_error(f"the output cannot be written: {error.strerror}; free space, or write elsewhere")
         return ExitCode.FAILURE
-    except CoreLLMError as error:
-        import logging
+    _log_origin(error)
+    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    reason = error.strerror or str(error) or type(error).__name__
+    _print_error(f"{names}: {reason}" if names else reason)
+    return ExitCode.FAILURE
 
-        logging.getLogger("corellm").debug("the error below came from here", exc_info=error)
-        _print_error(error.message)
-        return ExitCode.USAGE if isinstance(error, OptionError) else ExitCode.FAILURE
+
+def _log_origin(error: Exception) -> None:
+    """The traceback of an error, for --log-level debug."""
+    import logging
+
+    logging.getLogger("corellm").debug("the error below came from here", exc_info=error)
 
 
 def _help_for(arguments: list[str]) -> str:
@@ -83,6 +100,8 @@ def _help_for(arguments: list[str]) -> str:
 
 
 def _print_error(message: str) -> None:
+    if sys.stderr is None:
+        return
     from corellm_tui.foreign import one_line
 
     red, reset = ("\x1b[1;31m", "\x1b[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")

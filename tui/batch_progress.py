@@ -203,7 +203,7 @@ def summary_lines(summary: Summary, *, dry_run: bool = False) -> list[str]:
     ]
     if summary.output:
         lines.append(f"output: {summary.output}")
-        if summary.interrupted or summary.failed_with:
+        if summary.resumable:
             lines.append("finished rows are safe: run the same command again to go on")
     return [one_line(line) for line in lines]
 

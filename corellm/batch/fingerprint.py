@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from corellm.batch.lines import Survey
+from corellm.batch.model_identity import MODEL_FILES, MODEL_NAME, WEIGHTS_DIGEST
 from corellm.errors import BatchError
 
-FORMAT = 1
+FORMAT = 2
+_FIRST_FORMAT = 1
 STREAM = "stream"  # stands for the digest of an input that cannot be read twice
 _MISSING = "none"
 
@@ -37,17 +39,40 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def differences(self, other: Fingerprint) -> list[tuple[str, str, str]]:
-        """The fields that differ, as (name, own value, the other's value)."""
+        """The fields that differ, as (name, own value, the other's value).
+
+        A model goes by its files: how it is called differs only where they do.
+        """
         mine, theirs = _flat(self), _flat(other)
         names = sorted(mine.keys() | theirs.keys())
         pairs = [(name, mine.get(name, _MISSING), theirs.get(name, _MISSING)) for name in names]
-        return [pair for pair in pairs if pair[1] != pair[2]]
+        found = [pair for pair in pairs if pair[1] != pair[2]]
+        if not any(name in MODEL_FILES for name, _, _ in found):
+            found = [pair for pair in found if pair[0] != MODEL_NAME]
+        return found
 
 
 def _flat(fingerprint: Fingerprint) -> dict[str, str]:
     fields = msgspec.structs.asdict(fingerprint)
     flat = {**fields.pop("model"), **{f"settings.{name}": value for name, value in fields.pop("settings").items()}}
     return {name: str(value) for name, value in {**fields, **flat}.items() if value is not None}
+
+
+def _upgraded(saved: Fingerprint, new: Fingerprint) -> Fingerprint:
+    """A fingerprint of the first format as today's.
+
+    That one held what the engine had (context length, blocks), which nobody need have asked for, the order of the rows,
+    and nothing of the values of weights, for which the model's name must do.
+    """
+    if saved.version != _FIRST_FORMAT:
+        return saved
+    model = {name: value for name, value in saved.model.items() if name not in ("kv_blocks", "page_size")}
+    if new.model.get("max_model_len") is None:
+        model["max_model_len"] = None
+    if model.get(MODEL_NAME) == new.model.get(MODEL_NAME):
+        model[WEIGHTS_DIGEST] = new.model.get(WEIGHTS_DIGEST)
+    settings = {name: value for name, value in saved.settings.items() if name != "order"}
+    return msgspec.structs.replace(saved, version=FORMAT, model=model, settings=settings)
 
 
 def sidecar(output: Path) -> Path:
@@ -76,6 +101,6 @@ def check(fingerprint: Fingerprint, output: Path) -> None:
         raise BatchError(f"{output} exists, but no {path.name} says how it was made; use {ways_out}") from None
     except msgspec.DecodeError as error:
         raise BatchError(f"{path} is damaged: {error}; use {ways_out}") from None
-    found = [f"{name} was {old}, is {new}" for name, old, new in saved.differences(fingerprint)]
+    found = [f"{name} was {old}, is {new}" for name, old, new in _upgraded(saved, fingerprint).differences(fingerprint)]
     if found:
         raise BatchError(f"{output} is of another run: {'; '.join(found)}; use the same, or {ways_out}")

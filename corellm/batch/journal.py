@@ -19,7 +19,7 @@ import msgspec
 from corellm.batch import fingerprint as fingerprints
 from corellm.batch.fingerprint import Fingerprint
 from corellm.batch.locking import OutputLock
-from corellm.batch.recovery import FinishedRows, drop_failed_rows, recover, row_id
+from corellm.batch.recovery import FinishedRows, Recovered, drop_replaced_rows, recover, row_id
 from corellm.errors import BatchError
 
 STDOUT = "-"
@@ -29,20 +29,29 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 class Journal:
     """Appends output rows to a descriptor, one `write` a row, nothing held in this process.
 
-    Made by `open_journal`. `finished` are the rows that an earlier run wrote.
+    Made by `open_journal`. `finished` are the rows that an earlier run wrote, but for failed ones that are to run
+    again. Those stay in the output until `close`, which drops the ones that another row replaces: killed at any time,
+    the output has an old or a new row for each.
+    With `is_stream` the output is no file: a write may then wait for a reader, and nothing can be resumed.
     """
 
-    def __init__(self, fd: int, name: str, finished: FinishedRows, *, lock: OutputLock | None, size: int) -> None:
+    def __init__(
+        self,
+        fd: int,
+        name: str,
+        finished: FinishedRows,
+        *,
+        lock: OutputLock | None,
+        size: int,
+        replaces_in: Path | None = None,
+    ) -> None:
         self.name = name
         self.finished = finished
+        self.is_stream = lock is None
         self._fd = fd
-        self._lock = lock  # None: the output is a stream
+        self._lock = lock  # None: the output is a stream, or closed
         self._size = size  # bytes of whole rows
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the output is no file: a write may then wait for a reader, and nothing can be resumed."""
-        return self._lock is None
+        self._replaces_in = replaces_in  # the output, where it has failed rows that run again
 
     @property
     def is_terminal(self) -> bool:
@@ -75,9 +84,10 @@ class Journal:
             raise self._cannot_write(error) from None
 
     def close(self) -> None:
-        """Sync, and let another run use the output."""
+        """Sync, drop the rows that others replace, and let another run use the output."""
         try:
             self.sync()
+            self._drop_replaced()
         finally:
             if self._lock is not None:
                 os.close(self._fd)
@@ -92,13 +102,21 @@ class Journal:
     ) -> None:
         self.close()
 
+    def _drop_replaced(self) -> None:
+        if self._replaces_in is None or self._lock is None:
+            return
+        try:
+            drop_replaced_rows(self._replaces_in)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
     def _take_back(self) -> None:
         if self._lock is not None:
             with suppress(OSError):  # the next run truncates a torn line as well
                 os.ftruncate(self._fd, self._size)
 
     def _cannot_write(self, error: OSError) -> BatchError:
-        if self._lock is None:
+        if self.is_stream:
             return BatchError(f"{self.name} cannot be written: {error.strerror}")
         if error.errno in _NO_SPACE:
             return BatchError(
@@ -113,17 +131,20 @@ def open_journal(
 ) -> Journal:
     """Begin an output, or go on with what an earlier run of the same fingerprint left.
 
-    `output` is a path, or `-` for stdout. `restart` throws an earlier run's rows away; `retry_errors` its failed ones.
-    Rows run again are appended, so they leave input order. Raises `BatchError`, and then the output is untouched.
+    `output` is a path, or `-` for stdout. `restart` throws an earlier run's rows away; with `retry_errors` the failed
+    ones run again, and each stays until another replaces it. Rows run again are appended, so they leave input order.
+    Raises `BatchError`, and then the output is untouched.
     """
     if output == STDOUT:
+        if sys.stdout is None:
+            raise BatchError("rows go to stdout, which is closed; give -o OUT.jsonl, or send stdout somewhere")
         return Journal(sys.stdout.fileno(), "stdout", FinishedRows(), lock=None, size=0)
     path = Path(os.path.realpath(output))
     if path == Path(os.path.realpath(source)):
         raise BatchError(f"the output {output} is the input itself; choose another -o")
-    if path.is_dir():
-        raise BatchError(f"the output {output} is a folder; choose another -o")
     try:
+        if path.is_dir():
+            raise BatchError(f"the output {output} is a folder; choose another -o")
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
             return Journal(os.open(path, os.O_WRONLY), output, FinishedRows(), lock=None, size=0)
         lock = OutputLock(path)
@@ -147,18 +168,21 @@ def _resume(
         path.unlink(missing_ok=True)
     if path.exists() and path.stat().st_size:
         fingerprints.check(fingerprint, path)
-        if retry_errors:
-            drop_failed_rows(path)
+        found = recover(path)
+        if found.replaced.count:  # the run that replaced them was killed
+            drop_replaced_rows(path)
+            found = recover(path)
     else:
         fingerprints.save(fingerprint, path)
+        found = Recovered()
+    retries = retry_errors and found.finished.remove_failed()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        found = recover(path)
         os.ftruncate(fd, found.size)
     except BaseException:
         os.close(fd)
         raise
-    return Journal(fd, name, found.finished, lock=lock, size=found.size)
+    return Journal(fd, name, found.finished, lock=lock, size=found.size, replaces_in=path if retries else None)
 
 
 _encoder = msgspec.json.Encoder()

@@ -7,13 +7,13 @@ import hashlib
 import io
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from corellm.comms.messages import Progress
@@ -68,11 +68,7 @@ class Source:
         self.name = name
         self._max_line_bytes = max_line_bytes
         self._spool: IO[bytes] | None = None
-        path = Path(name)
-        if name != STDIN and (path.is_dir() or not path.exists()):
-            what = "is a folder" if path.is_dir() else "is not there"
-            raise BatchError(f"the input {name} {what}; give a JSONL file, or - for standard input")
-        self.is_stream = is_stream(name)
+        self.is_stream = not stat.S_ISREG(_mode(name))
 
     def lines(self) -> Iterator[Line]:
         """Every line that is not blank. Splits at newlines alone; a byte order mark at the start is dropped."""
@@ -140,9 +136,29 @@ class Source:
                 yield raw
 
 
-def is_stream(name: str) -> bool:
-    """Whether an input that exists is standard input, a named pipe or the like: it can be read once only."""
-    return name == STDIN or not Path(name).is_file()
+def is_pipe(name: str) -> bool:
+    """Whether an input is standard input or a named pipe, such as a shell's <(command)."""
+    try:
+        return name == STDIN or stat.S_ISFIFO(os.stat(name).st_mode)
+    except OSError:
+        return False
+
+
+def _mode(name: str) -> int:
+    """The `st_mode` of an input; standard input counts as a pipe. Raises `BatchError`."""
+    if name == STDIN:
+        if sys.stdin is None:
+            raise BatchError("the input is standard input, which is closed; give a JSONL file, or send rows into it")
+        return stat.S_IFIFO
+    try:
+        mode = os.stat(name).st_mode
+    except FileNotFoundError:
+        raise BatchError(f"the input {name} is not there; give a JSONL file, or - for standard input") from None
+    except OSError as error:
+        raise _unreadable(name, error) from None
+    if stat.S_ISDIR(mode):
+        raise BatchError(f"the input {name} is a folder; give a JSONL file, or - for standard input")
+    return mode
 
 
 def _unreadable(name: str, error: OSError) -> BatchError:

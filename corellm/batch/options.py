@@ -33,5 +33,5 @@ class BatchOptions:
                 raise OptionError(f"{name} is {value}; it must be an integer of at least 1")
 
     def settings(self) -> dict[str, Any]:
-        """What of this shapes the output, for its fingerprint."""
-        return {"order": self.order, **{name: value for name, value in self.defaults.items() if value is not None}}
+        """What of this shapes the rows of an output, for its fingerprint."""
+        return {name: value for name, value in self.defaults.items() if value is not None}

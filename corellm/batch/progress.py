@@ -48,8 +48,8 @@ class Snapshot:
 class Summary:
     """The end of a run, or of a check of its input.
 
-    `interrupted`: it was stopped, and the same command goes on with it. `failed_with` is the code of the error that
-    ended it.
+    `interrupted`: it was stopped. `failed_with` is the code of the error that ended it. `resumable`: as things stand,
+    the same command goes on with it.
     """
 
     ok: int = 0
@@ -63,6 +63,7 @@ class Summary:
     output: str = ""  # path, "stdout", or "" where nothing was opened
     interrupted: bool = False
     failed_with: str | None = None
+    resumable: bool = False
 
     @property
     def output_rate(self) -> float:

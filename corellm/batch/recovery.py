@@ -66,16 +66,32 @@ class FinishedRows:
             more = max(line + 1 - len(self._states), len(self._states))
             self._states = np.concatenate([self._states, np.zeros(more, np.uint8)])
             self._crcs = np.concatenate([self._crcs, np.zeros(more, np.uint32)])
+        self.count += line not in self
         self._states[line] = _FAILED if failed else _ANSWERED
         self._crcs[line] = crc
-        self.count += 1
+
+    def remove(self, line: int) -> None:
+        """Take out a line that is in here."""
+        self._states[line] = _OPEN
+        self.count -= 1
+
+    def remove_failed(self) -> bool:
+        """Take out the lines whose output row is an error; whether there were any."""
+        failed = self._states == _FAILED
+        self._states[failed] = _OPEN
+        self.count -= int(np.count_nonzero(failed))
+        return bool(failed.any())
 
 
 @dataclass(slots=True)
 class Recovered:
-    """A scanned output: the finished rows, and how many bytes of it are whole lines."""
+    """A scanned output: the finished rows, and how many bytes of it are whole lines.
+
+    `replaced` are the lines that have two rows: a failed one, and behind it what came of running it again.
+    """
 
     finished: FinishedRows = field(default_factory=FinishedRows)
+    replaced: FinishedRows = field(default_factory=FinishedRows)
     size: int = 0  # bytes
 
 
@@ -91,27 +107,37 @@ class _OutputRow(NamedTuple):
 def recover(output: Path) -> Recovered:
     """Scan an output that may end in a torn line.
 
-    Raises `BatchError` where a line before the last one is damaged, or answers a row that another line answers: that
-    is not what a crash leaves behind.
+    Raises `BatchError` where another line is damaged or is no row, or answers a row that another line answers, unless
+    that one failed and is replaced: that is not what a crash leaves behind.
     """
     found = Recovered()
     with open(output, "rb") as file:
         for row in _whole_lines(file, output):
             if row.line in found.finished:
-                raise BatchError(
-                    f"{output} has two rows for line {row.line} of the input; remove one of them, or use --restart"
-                )
+                if not found.finished.failed(row.line) or row.line in found.replaced:
+                    raise BatchError(
+                        f"{output} has two rows for line {row.line} of the input; remove one of them, or use --restart"
+                    )
+                found.replaced.add(row.line, row.crc)
             found.finished.add(row.line, row.crc, failed=row.failed)
             found.size += len(row.raw)
     return found
 
 
-def drop_failed_rows(output: Path) -> None:
-    """Rewrite an output without its failed rows and its torn last line, atomically."""
+def drop_replaced_rows(output: Path) -> None:
+    """Rewrite an output without the failed rows that are replaced and without its torn last line, atomically.
+
+    Raises `BatchError` as `recover` does.
+    """
+    replaced = recover(output).replaced
+    if not replaced.count:
+        return
     draft = output.with_name(output.name + ".tmp")
     with open(output, "rb") as old, open(draft, "wb") as new:
         for row in _whole_lines(old, output):
-            if not row.failed:
+            if row.line in replaced:
+                replaced.remove(row.line)  # what comes behind it stays
+            else:
                 new.write(row.raw)
         new.flush()
         os.fsync(new.fileno())
@@ -119,15 +145,24 @@ def drop_failed_rows(output: Path) -> None:
 
 
 def _whole_lines(file: BinaryIO, output: Path) -> Iterator[_OutputRow]:
-    """The lines of an output up to a damaged last one, which a crash may leave behind."""
-    damage = ""
+    """The lines of an output, up to a last one that a crash has torn. Raises `BatchError` for any other damage."""
+    damage: BatchError | None = None
     for number, raw in enumerate(file, 1):
-        if damage:
-            raise BatchError(f"{output} is damaged at line {damage}; repair that line, or use --restart")
+        if damage is not None:
+            raise damage
         try:
             yield _parse(raw)
         except (msgspec.DecodeError, ValueError) as error:
-            damage = f"{number} ({error})"
+            damage = BatchError(f"{output} is damaged at line {number} ({error}); repair that line, or use --restart")
+            torn = _is_torn(raw)
+    if damage is not None and not torn:
+        raise damage
+
+
+def _is_torn(raw: bytes) -> bool:
+    """Whether a last line is the beginning of a row, or what a machine's crash leaves: zeros in place of bytes."""
+    begins = raw.startswith(_ROW_BEGIN) or _ROW_BEGIN.startswith(raw)
+    return b"\0" in raw or (begins and not raw.endswith(b"\n"))
 
 
 def _parse(raw: bytes) -> _OutputRow:
@@ -140,5 +175,6 @@ def _parse(raw: bytes) -> _OutputRow:
     return _OutputRow(raw, int(ident[1]), int(ident[2], 16), row.failed)
 
 
+_ROW_BEGIN = b'{"id":"batch_req_'
 _ROW_ID = re.compile(r"batch_req_(\d{1,12})_([0-9a-f]{8})", re.ASCII)
 _decoder = msgspec.json.Decoder(_OutputLine)

@@ -135,6 +135,8 @@ class BatchRunner:
     def summary(self, failed_with: str | None = None) -> Summary:
         """What the run came to; `failed_with` is the code of the error that ended it."""
         end = self.snapshot()
+        # A `BatchError` is of the input or the output, and says itself what must change first.
+        unfinished = failed_with not in (None, BatchError.code) or (failed_with is None and self._stopping)
         return Summary(
             ok=end.ok,
             failed=end.failed,
@@ -147,6 +149,7 @@ class BatchRunner:
             output=self._journal.name,
             interrupted=self._stopping,
             failed_with=failed_with,
+            resumable=unfinished and not self._journal.is_stream,
         )
 
     async def _admit_all(self) -> None:

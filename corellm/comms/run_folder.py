@@ -9,6 +9,7 @@ lives: a folder whose lock is free is a dead engine's, and is swept away.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -81,6 +82,13 @@ class RunFolder:
                 "set XDG_RUNTIME_DIR to a shorter folder"
             )
 
+    def write(self, path: Path, data: bytes) -> None:
+        """Write one of the folder's files. Raises `RunFolderError` when there is no space."""
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise _unusable(path, error) from None
+
     def write_last_words(self, code: str, message: str) -> None:
         """What an engine says when it leaves, for a front end that it could not tell any more."""
         with contextlib.suppress(OSError):
@@ -92,11 +100,17 @@ class RunFolder:
             code, _, message = (self.path / "last_words").read_text(encoding="utf-8").partition(" ")
         except OSError:
             return None
+        if not code:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the file could be made, and not be written
+            return RunFolderError.code, _unusable(self.path, full).message
         return code, message
 
     def lock(self) -> int:
         """Hold the folder for as long as the returned descriptor is open. Raises `RunFolderError` if it is held."""
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(self.path / "lock", error) from None
         deadline = time.monotonic() + _LOCK_S
         while True:
             try:
@@ -141,19 +155,29 @@ def root() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
     except OSError as error:
-        raise RunFolderError(f"cannot make the run folder {path}: {error.strerror}; set XDG_RUNTIME_DIR") from None
+        raise _unusable(path, error) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RunFolderError(f"{path} must be a folder of yours with mode 0700; remove it or set XDG_RUNTIME_DIR")
     return path
 
 
+def _unusable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"the run folder cannot be used: {path}: {error.strerror}; free space there, or set XDG_RUNTIME_DIR to another "
+        "folder"
+    )
+
+
 def create() -> RunFolder:
-    """A new folder with a random name; folders of dead engines are swept away first."""
+    """A new folder with a random name; folders of dead engines are swept away first. Raises `RunFolderError`."""
     parent = root()
     _sweep(parent)
     folder = RunFolder(parent / secrets.token_hex(6))
     folder.check_length()
-    folder.path.mkdir(mode=0o700)
+    try:
+        folder.path.mkdir(mode=0o700)
+    except OSError as error:
+        raise _unusable(folder.path, error) from None
     return folder
 
 

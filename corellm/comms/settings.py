@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_launch(folder: RunFolder, launch: Launch) -> None:
-    folder.options.write_bytes(msgspec.json.encode(launch))
+    folder.write(folder.options, msgspec.json.encode(launch))
 
 
 def read_launch(folder: RunFolder) -> Launch:
@@ -63,7 +63,7 @@ def check_name(name: str | None) -> None:
 
 
 def write_settings(folder: RunFolder, settings: Settings) -> None:
-    folder.settings.write_bytes(msgspec.json.encode(settings))
+    folder.write(folder.settings, msgspec.json.encode(settings))
 
 
 def read_settings(folder: RunFolder) -> Settings:

@@ -127,6 +127,10 @@ class EngineClient:
             for task in self._tasks:
                 task.add_done_callback(self._on_task_end)
             await self.ready()
+        except asyncio.CancelledError:
+            # Whoever gives up a start does not wait for its imports and weights: it holds nothing worth an orderly end.
+            await self.close(patience_s=0.0)
+            raise
         except BaseException:
             await self.close()
             raise
@@ -135,12 +139,20 @@ class EngineClient:
         """What the engine is, once it is ready. Raises what kept it from becoming so."""
         return await asyncio.shield(self._ready)
 
+    @property
+    def death(self) -> CoreLLMError | None:
+        """What ended the connection; None while it stands. Threads may ask."""
+        return self._dead
+
     async def died(self) -> CoreLLMError:
         """Wait for the end of the connection, whatever ends it, and return the reason."""
         return await asyncio.shield(self._end)
 
-    async def close(self) -> None:
-        """End the connection and, if we launched it, the engine. Open streams raise `EngineDeadError`."""
+    async def close(self, patience_s: float = STOP_S) -> None:
+        """End the connection and, if we launched it, the engine, which has `patience_s` seconds before it is killed.
+
+        Open streams raise `EngineDeadError`.
+        """
         self._die(EngineDeadError("the connection to the engine was closed"))
         for task in self._tasks:
             task.cancel()
@@ -149,7 +161,7 @@ class EngineClient:
         linger = GOODBYE_MS if self._engine is None else 0
         if self._engine is not None:
             asyncio.get_running_loop().remove_reader(self._engine.pidfd)
-            await asyncio.to_thread(stop_all, [self._engine], STOP_S)
+            await asyncio.to_thread(stop_all, [self._engine], patience_s)
             self._engine = None
             self.folder.remove()
         self._socket.close(linger=linger)

@@ -80,7 +80,7 @@ class Startup:
         if scheduler is None:
             raise EngineDeadError("a worker was ready before its KV blocks were settled")
         info = self._describe(scheduler)
-        self._folder.registration.write_bytes(msgspec.json.encode(info))
+        self._folder.write(self._folder.registration, msgspec.json.encode(info))
         self._front_ends.broadcast(Ready(info=info))
         return Started(info, scheduler, self._constraints)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -22,8 +23,16 @@ from corellm.batch.lines import Survey
 from corellm.errors import BatchError
 
 SURVEY = Survey("ab" * 32, 100, 3)
-MODEL = {"model": "m", "dtype": "float32", "load_format": "safetensors", "weights_seed": None}
-FINGERPRINT = Fingerprint.of(SURVEY, model=MODEL, settings={"order": "completion", "seed": 1})
+MODEL = {
+    "model": "m",
+    "dtype": "float32",
+    "load_format": "safetensors",
+    "weights_seed": None,
+    "max_model_len": None,
+    "checkpoint_sha256": "12" * 32,
+    "weights_sample_sha256": "34" * 32,
+}
+FINGERPRINT = Fingerprint.of(SURVEY, model=MODEL, settings={"seed": 1})
 
 
 def opened(output: Path, fingerprint: Fingerprint = FINGERPRINT, **options: Any) -> Journal:
@@ -85,12 +94,30 @@ def test_a_torn_last_line_goes_whatever_its_length(tmp_path: Path) -> None:
         assert output.read_bytes() == whole[:first]
 
 
-def test_a_damaged_last_line_goes_although_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", [b"\0" * 50, b"\0" * 50 + b"\n", row(2)[:40] + b"\0" * 9 + b"\n", b"{", row(2)])
+def test_what_a_crash_leaves_of_a_last_line_goes(tmp_path: Path, torn: bytes) -> None:
     output = filled(tmp_path / "out.jsonl", row(1))
     whole = output.read_bytes()
-    output.write_bytes(whole + b"\0" * 50 + b"\n")
+    output.write_bytes(whole + torn)
     opened(output).close()
     assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize(
+    "foreign", [b'{"hello":1}', b"some notes", b'{"id":"other","response":null,"error":null}', b"[]"]
+)
+@pytest.mark.parametrize("options", [{}, {"retry_errors": True}])
+def test_a_last_line_that_is_not_ours_is_refused_and_kept(
+    tmp_path: Path, foreign: bytes, end: bytes, options: dict[str, Any]
+) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1), row(2, 400))
+    whole = output.read_bytes() + foreign + end
+    output.write_bytes(whole)
+    with pytest.raises(BatchError, match=r"is damaged at line 3 .*; repair that line, or use --restart"):
+        opened(output, **options)
+    assert output.read_bytes() == whole
+    assert not (tmp_path / "out.jsonl.lock").exists()
 
 
 @pytest.mark.parametrize("damage", [b"{\n", b"\n", b'{"id":"other","response":null,"error":null}\n', b'{"a":1}\n'])
@@ -105,21 +132,24 @@ def test_damage_before_the_last_line_is_refused_and_kept(tmp_path: Path, damage:
 
 
 def test_two_rows_for_one_line_are_refused(tmp_path: Path) -> None:
-    output = filled(tmp_path / "out.jsonl", row(1), row(2), row(1))
-    with pytest.raises(BatchError, match="two rows for line 1"):
-        opened(output)
+    for number, rows in enumerate([(row(1), row(2), row(1)), (row(1), row(1, 400)), [row(1, 400)] * 3]):
+        output = filled(tmp_path / f"{number}.jsonl", *rows)
+        with pytest.raises(BatchError, match="two rows for line 1"):
+            opened(output)
 
 
+OTHER_MODEL = {**MODEL, "model": "other", "checkpoint_sha256": "78" * 32}
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("input_sha256", {"survey": replace(SURVEY, sha256="cd" * 32)}),
     ("input_size", {"survey": replace(SURVEY, size=101)}),
     ("input_sha256", {"survey": None}),
-    ("model was m, is other", {"model": {**MODEL, "model": "other"}}),
+    ("checkpoint_sha256 was .*; model was m, is other", {"model": OTHER_MODEL}),
+    ("weights_sample_sha256 was", {"model": {**MODEL, "weights_sample_sha256": "56" * 32}}),
+    ("max_model_len was none, is 256", {"model": {**MODEL, "max_model_len": 256}}),
     ("dtype was float32, is bfloat16", {"model": {**MODEL, "dtype": "bfloat16"}}),
     ("weights_seed was none, is 5", {"model": {**MODEL, "load_format": "dummy", "weights_seed": 5}}),
-    ("settings.order", {"settings": {"order": "input", "seed": 1}}),
-    ("settings.seed was 1, is none", {"settings": {"order": "completion"}}),
-    ("settings.top_p was none, is 0.5", {"settings": {"order": "completion", "seed": 1, "top_p": 0.5}}),
+    ("settings.seed was 1, is none", {"settings": {}}),
+    ("settings.top_p was none, is 0.5", {"settings": {"seed": 1, "top_p": 0.5}}),
 ]
 
 
@@ -129,7 +159,7 @@ def test_another_fingerprint_is_refused_by_the_field_that_differs(
 ) -> None:
     output = filled(tmp_path / "out.jsonl", row(1))
     whole = output.read_bytes()
-    base = {"survey": SURVEY, "model": MODEL, "settings": {"order": "completion", "seed": 1}}
+    base = {"survey": SURVEY, "model": MODEL, "settings": {"seed": 1}}
     given = {**base, **change}
     other = Fingerprint.of(given.pop("survey"), **given)
     with pytest.raises(BatchError, match=f"{field}.*--restart.* -o"):
@@ -141,10 +171,54 @@ def test_another_fingerprint_is_refused_by_the_field_that_differs(
     opened(output, other).close()
 
 
+def test_one_model_under_another_name_goes_on(tmp_path: Path) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1))
+    with opened(output, Fingerprint.of(SURVEY, model={**MODEL, "model": "./m"}, settings={"seed": 1})) as journal:
+        assert journal.finished.count == 1
+
+
+FIRST_FORMAT = {
+    "version": 1,
+    "input_sha256": SURVEY.sha256,
+    "input_size": SURVEY.size,
+    "model": {
+        **{name: value for name, value in MODEL.items() if name != "weights_sample_sha256"},
+        "max_model_len": 512,  # what the engine had
+        "kv_blocks": 40,
+        "page_size": 16,
+    },
+    "settings": {"order": "input", "seed": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, None),
+        ({"max_model_len": 512}, None),
+        ({"max_model_len": 256}, "max_model_len was 512, is 256"),
+        ({"dtype": "bfloat16"}, "dtype was float32, is bfloat16"),
+        ({"model": "other"}, "model was m, is other"),  # it knew nothing of weights but whose they are
+    ],
+)
+def test_the_first_format_goes_on_unless_what_was_asked_for_differs(
+    tmp_path: Path, change: dict[str, Any], says: str | None
+) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1))
+    (tmp_path / "out.jsonl.run.json").write_text(json.dumps(FIRST_FORMAT))
+    asked = Fingerprint.of(SURVEY, model={**MODEL, **change}, settings={"seed": 1})
+    if says is None:
+        with opened(output, asked) as journal:
+            assert journal.finished.count == 1
+    else:
+        with pytest.raises(BatchError, match=says):
+            opened(output, asked)
+
+
 def test_another_format_version_is_refused(tmp_path: Path) -> None:
     output = filled(tmp_path / "out.jsonl", row(1))
-    with pytest.raises(BatchError, match="version was 1, is 2"):
-        opened(output, msgspec.structs.replace(FINGERPRINT, version=2))
+    with pytest.raises(BatchError, match="version was 2, is 3"):
+        opened(output, msgspec.structs.replace(FINGERPRINT, version=3))
 
 
 def test_a_foreign_file_is_never_overwritten(tmp_path: Path) -> None:
@@ -176,14 +250,63 @@ def test_outputs_that_cannot_be_opened(tmp_path: Path) -> None:
         opened(tmp_path / "no" / "out.jsonl")
 
 
-def test_retrying_drops_the_failed_rows_alone(tmp_path: Path) -> None:
-    output = filled(
-        tmp_path / "out.jsonl", row(1), row(2, 400), error_row(3, 3, None, "row_invalid", "x"), row(4), row(5, 500)
-    )
+FAILED = [row(2, 400), error_row(3, 3, None, "row_invalid", "x"), row(5, 500)]
+
+
+def lines(*rows: bytes) -> bytes:
+    return b"".join(row + b"\n" for row in rows)
+
+
+def test_a_retried_row_replaces_the_failed_one_when_it_is_there(tmp_path: Path) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1), *FAILED, row(4))
+    before = output.read_bytes()
     with opened(output, retry_errors=True) as journal:
         assert [line for line in range(9) if line in journal.finished] == [1, 4]
+        assert journal.finished.count == 2
+        assert output.read_bytes() == before
         journal.append(row(2))
-    assert output.read_bytes() == b"\n".join([row(1), row(4), row(2), b""])
+        journal.append(row(5, 503))
+        assert output.read_bytes() == before + lines(row(2), row(5, 503))
+    assert output.read_bytes() == lines(row(1), FAILED[1], row(4), row(2), row(5, 503))
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.run.json"]
+
+
+@pytest.mark.parametrize("retry_errors", [False, True])
+def test_a_killed_retry_has_an_old_or_a_new_row_for_each(tmp_path: Path, retry_errors: bool) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1), *FAILED, row(4))
+    before = output.read_bytes()
+    with opened(output, retry_errors=True) as journal:
+        journal.append(row(2))
+        journal.append(row(5, 503))
+        killed = output.read_bytes()
+    for size in range(len(before), len(killed) + 1):
+        output.write_bytes(killed[:size])
+        second = size >= len(before) + len(row(2)) + 1
+        third = size == len(killed)
+        with opened(output, retry_errors=retry_errors) as journal:
+            assert (2 in journal.finished) == (second or not retry_errors)
+            assert (5 in journal.finished) == (not retry_errors)
+        kept = [row(1), *([] if second else FAILED[:1]), FAILED[1], *([] if third else FAILED[2:]), row(4)]
+        new = [*([row(2)] if second else []), *([row(5, 503)] if third else [])]
+        assert output.read_bytes() == lines(*kept, *new)
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_where_replaced_rows_cannot_be_dropped_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = filled(tmp_path / "out.jsonl", row(1), row(2, 400))
+    journal = opened(output, retry_errors=True)
+    journal.append(row(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_space)
+        with pytest.raises(BatchError, match="no space left"):
+            journal.close()
+    assert output.read_bytes() == lines(row(1), row(2, 400), row(2))
+    assert not (tmp_path / "out.jsonl.lock").exists()
+    opened(output).close()
+    assert output.read_bytes() == lines(row(1), row(2))
 
 
 def test_a_second_run_is_refused_by_the_first_ones_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corellm.batch.model_identity import checkpoint_digest
+from corellm.batch.model_identity import checkpoint_digest, weights_digest
 from corellm.errors import CheckpointError
 
 HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
@@ -67,6 +67,19 @@ def test_a_huge_file_is_not_read(folder: Path) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 40)  # sparse: reading it would take minutes
     checkpoint_digest(folder, weights=True)
+    weights_digest(folder)
+
+
+@pytest.mark.parametrize("size", [4, 5000, 1_000_003])
+def test_other_values_of_the_same_tensors_show(folder: Path, size: int) -> None:
+    file = folder / "model.safetensors"
+    write_weights(file, data=bytes(size))
+    before = checkpoint_digest(folder, weights=True), weights_digest(folder)
+    changed = size // 2, size - size // 10  # a tensor of 40 % of the file
+    write_weights(file, data=bytes(changed[0]) + b"\1" * (changed[1] - changed[0]) + bytes(size - changed[1]))
+    after = checkpoint_digest(folder, weights=True), weights_digest(folder)
+    assert after[0] == before[0]
+    assert after[1] != before[1]
 
 
 def test_an_unreadable_file_is_said(folder: Path) -> None:

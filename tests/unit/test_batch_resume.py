@@ -82,11 +82,32 @@ def test_any_sequence_of_crashes_ends_with_one_row_for_each(tmp_path: Path, expe
     assert bench.run(engine(), order=order).skipped == len(expected)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_crashes_of_a_retry_lose_no_row(tmp_path: Path, expected: list[str], seed: int) -> None:
+    draw = random.Random(seed)
+    bench = Bench(tmp_path, ROWS)
+    failing = {f"q{index}" for index in range(12) if draw.random() < 0.6} | {"nan", "p0"}
+    bench.run(FakeTextEngine(failure=lambda prompt: NumericalError("NaN") if prompt in failing else None))
+    for _ in range(draw.randrange(1, 5)):
+        interrupt(bench, draw, retry_errors=True, limit=draw.choice((None, 9)))
+        lines = [int(row["id"].split("_")[2]) for row in bench.rows()]
+        assert len(set(lines)) == len(expected)
+    bench.run(engine(), retry_errors=True)
+    assert outcome(bench) == expected
+
+
 def crash(bench: Bench, draw: random.Random, order: str) -> None:
-    """The engine dies or the user stops the run; then the output is cut somewhere in what this run wrote."""
+    """A run is interrupted; then the output is cut somewhere in what this run wrote."""
+    before = bench.output.stat().st_size if bench.output.exists() else 0
+    interrupt(bench, draw, order=order)
+    size = bench.output.stat().st_size
+    os.truncate(bench.output, draw.randint(min(before, size), size))
+
+
+def interrupt(bench: Bench, draw: random.Random, **options: Any) -> None:
+    """The engine dies or the user stops the run."""
     kind = draw.choice(("death", "stop", "stop now"))
     answers = draw.randrange(16)
-    before = bench.output.stat().st_size if bench.output.exists() else 0
 
     def failure(prompt: str) -> CoreLLMError | None:
         if kind == "death" and len(dying.calls) > answers:
@@ -96,7 +117,7 @@ def crash(bench: Bench, draw: random.Random, order: str) -> None:
     dying = FakeTextEngine(delay=lambda prompt: draw.choice((0.0, 0.0, 0.001)), failure=failure)
 
     async def stop(runner: BatchRunner) -> None:
-        while len(dying.calls) < answers and runner.snapshot().done < len(ROWS) - 1:  # noqa: ASYNC110 (stop between any two steps of the loop)
+        while len(dying.calls) < answers and runner.snapshot().done < (runner.snapshot().total or 0):  # noqa: ASYNC110 (stop between any two steps of the loop)
             await asyncio.sleep(0)
         if kind == "stop":
             runner.request_stop()
@@ -104,9 +125,7 @@ def crash(bench: Bench, draw: random.Random, order: str) -> None:
             runner.stop_now()
 
     with suppress(EngineDeadError):
-        bench.run(dying, order=order, max_in_flight=3, meanwhile=stop)
-    size = bench.output.stat().st_size
-    os.truncate(bench.output, draw.randint(min(before, size), size))
+        bench.run(dying, max_in_flight=3, meanwhile=stop, **options)
 
 
 def test_a_changed_input_is_refused_by_name(tmp_path: Path) -> None:

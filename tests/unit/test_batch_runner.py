@@ -183,6 +183,16 @@ def test_several_choices_and_prompts_are_one_row(tmp_path: Path) -> None:
     ]
 
 
+def test_a_prompt_alone_is_a_row_without_an_answer(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [{"prompt": ["one", "two"], "echo": True, "max_tokens": 0, "logprobs": 1}])
+    summary = bench.run(FakeTextEngine())
+    body = bench.rows()[0]["response"]["body"]
+    assert [(choice["text"], choice["finish_reason"]) for choice in body["choices"]] == [
+        ("one", "length"), ("two", "length"),
+    ]  # fmt: skip
+    assert (body["usage"]["completion_tokens"], summary.prompt_tokens, summary.output_tokens) == (0, 6, 0)
+
+
 def test_one_failed_choice_fails_its_row_once_the_others_are_over(tmp_path: Path) -> None:
     bench = Bench(tmp_path, [{"prompt": ["slow", "bad"]}, {"prompt": "good"}])
     engine = FakeTextEngine(
@@ -271,6 +281,20 @@ def test_retry_errors_runs_failed_rows_alone(tmp_path: Path) -> None:
     assert (summary.ok, summary.failed, summary.skipped) == (2, 1, 3)
     assert sorted(text for text, *_ in engine.calls) == ["p1", "p3"]
     assert [bench.by_line()[line]["response"] is not None for line in range(1, 7)] == [True] * 5 + [False]
+
+
+def test_a_limit_holds_for_retried_rows_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, [*prompts(6), b"bad"])
+    bench.run(FakeTextEngine(failure=lambda text: NumericalError("NaN") if text in ("p1", "p4") else None))
+    engine = FakeTextEngine()
+    summary = bench.run(engine, retry_errors=True, limit=3)
+    assert (summary.ok, summary.skipped, summary.skipped_failed) == (1, 2, 0)
+    assert [text for text, *_ in engine.calls] == ["p1"]
+    assert bench.by_line().keys() == set(range(1, 8))
+    failed = [
+        line for line, row in bench.by_line().items() if not row["response"] or row["response"]["status_code"] > 200
+    ]
+    assert sorted(failed) == [5, 7]
 
 
 def check(bench: Bench, engine: FakeTextEngine, **options: Any) -> InputCheck:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -18,14 +20,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 import corellm.batch.fingerprint
 from corellm import found_model, running_engines, text_engine
+from corellm.batch.journal import Journal
 from corellm.comms.messages import Progress
 from corellm.comms.settings import Settings
 from corellm.config import EngineOptions, env_name, flag_name
-from corellm.errors import CoreLLMError, EngineDeadError, RequestFailedError
+from corellm.errors import CoreLLMError, EngineDeadError, RequestFailedError, StartupError
 from corellm_cli.batch import default_output
 from corellm_cli.exit_codes import ExitCode
 from corellm_cli.main import run
@@ -284,6 +288,21 @@ def test_a_finished_run_starts_no_engine_but_still_compares_the_rows(
     assert len(started) == 2
 
 
+def test_a_retry_whose_engine_does_not_start_loses_no_row(
+    started: list[EngineOptions], engine: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.behave(failure=lambda text: RequestFailedError("broke") if text == "prompt 1" else None)
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.ROW_ERRORS
+    before = Path("in.out.jsonl").read_bytes()
+
+    async def fail(model: Any, report: Callable[[Progress], None]) -> Launched:
+        raise StartupError("no memory")
+
+    monkeypatch.setattr(text_engine.TextEngine, "start", fail)
+    assert run(["batch", "in.jsonl", "--retry-errors"]) == ExitCode.FAILURE
+    assert Path("in.out.jsonl").read_bytes() == before
+
+
 def test_a_run_with_other_settings_is_refused_before_an_engine_starts(
     started: list[EngineOptions], capsys: Any
 ) -> None:
@@ -362,7 +381,7 @@ def test_an_output_that_cannot_be_opened_fails_its_own_stage(started: list[Engin
 
 
 @pytest.mark.parametrize(
-    "change", [["--load-format", "dummy"], ["--max-model-len", "100"], ["--kv-blocks", "50"], ["--seed", "3"]]
+    "change", [["--load-format", "dummy"], ["--max-model-len", "100"], ["--top-k", "50"], ["--seed", "3"]]
 )
 def test_an_output_is_of_one_model_under_one_set_of_settings(
     started: list[EngineOptions], change: list[str], capsys: Any
@@ -371,6 +390,29 @@ def test_an_output_is_of_one_model_under_one_set_of_settings(
     assert run(["batch", rows]) == ExitCode.OK
     assert run(["batch", rows, *change]) == ExitCode.FAILURE
     assert change[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change", [["--kv-blocks", "50"], ["--page-size", "8"], ["--order", "input"], ["--strict"]])
+def test_what_shapes_no_row_may_change(started: list[EngineOptions], change: list[str], capsys: Any) -> None:
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "--limit", "1"]) == ExitCode.OK
+    assert run(["batch", rows, *change]) == ExitCode.OK, capsys.readouterr().err
+    assert len(answers()) == len(PROMPTS)
+
+
+def test_a_context_length_that_was_decided_may_change(
+    started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    whole = settings
+
+    def smaller(given: EngineOptions, folder: Path) -> Settings:
+        return msgspec.structs.replace(whole(given, folder), max_model_len=100, kv_blocks=7, page_size=4)
+
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "--limit", "1"]) == ExitCode.OK
+    monkeypatch.setitem(globals(), "settings", smaller)
+    assert run(["batch", rows]) == ExitCode.OK, capsys.readouterr().err
+    assert len(answers()) == len(PROMPTS)
 
 
 def test_the_seed_of_dummy_weights_counts_as_one(started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,6 +431,78 @@ def test_a_pipes_rows_go_to_stdout(started: list[EngineOptions], capfd: Any) -> 
     feeding.join()
     assert len(capfd.readouterr().out.splitlines()) == 3
     assert os.listdir() == ["pipe"]
+
+
+LONG = "n" * 300
+UNUSABLE = [
+    (["locked/in.jsonl"], "the input locked/in.jsonl cannot be read: Permission denied"),
+    ([f"{LONG}.jsonl"], f"the input {LONG}.jsonl cannot be read: File name too long"),
+    (["in.jsonl/in.jsonl"], "the input in.jsonl/in.jsonl cannot be read: Not a directory"),
+    (["loop"], "the input loop cannot be read: Too many levels of symbolic links"),
+    (["in.jsonl", "-o", "locked/out.jsonl"], "the output locked/out.jsonl cannot be opened: Permission denied"),
+    (["in.jsonl", "-o", LONG], f"the output {LONG} cannot be opened: File name too long"),
+    (["in.jsonl", "-o", "n" * 245], f"the output {'n' * 245} cannot be opened: File name too long"),  # its sidecar's
+]
+
+
+@pytest.mark.parametrize(("words", "says"), UNUSABLE)
+def test_a_path_that_cannot_be_used_is_one_line(
+    started: list[EngineOptions], words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def denied(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(("locked/", f"{os.getcwd()}/locked/")):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))  # to root as well
+        return stat(path, *args, **options)
+
+    write_rows(*PROMPTS)
+    os.symlink("loop", "loop")
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", denied)
+    assert run(["batch", *words]) == ExitCode.FAILURE
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {says}")
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("stream", "words", "says"),
+    [
+        ("stdin", ["-", "-o", "out.jsonl"], "the input is standard input, which is closed"),
+        ("stdout", ["in.jsonl", "-o", "-"], "rows go to stdout, which is closed"),
+    ],
+)
+def test_a_closed_stream_is_one_line(
+    started: list[EngineOptions], stream: str, words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write_rows(*PROMPTS)
+    monkeypatch.setattr(sys, stream, None)
+    assert run(["batch", *words]) == ExitCode.FAILURE
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {says}")
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (FileExistsError(errno.EEXIST, "File exists", "a", None, "b"), "a and b: File exists"),
+        (OSError(errno.ENOSPC, "No space left on device", "a"), "a: No space left on device"),
+        (OSError("out of luck"), "out of luck"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line_and_a_traceback_comes_with_debug(
+    started: list[EngineOptions], error: OSError, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    rows = write_rows(*PROMPTS)
+    monkeypatch.setattr(running_engines, "find", fail)
+    assert run(["batch", rows]) == ExitCode.FAILURE
+    assert capsys.readouterr().err.splitlines() == [f"error: {says}"]
+    assert run(["batch", rows, "--log-level", "debug"]) == ExitCode.FAILURE
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -453,6 +567,51 @@ def test_a_full_disk_ends_with_a_summary(started: list[EngineOptions], capsys: A
     assert "No space left" in err
 
 
+GO_ON = "run the same command again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, None])
+def test_only_what_can_go_on_is_said_to(
+    started: list[EngineOptions], engine: Launched, number: signal.Signals | None, capfd: Any
+) -> None:
+    """An interrupted or orphaned run goes on by its file, one to stdout does not."""
+    dead = EngineDeadError("gone")
+    engine.behave(
+        failure=lambda text: dead if number is None else None,
+        delay=lambda text: 0.0 if number is None else _signalled(number, when=text == "prompt 1"),
+    )
+    rows = write_rows(*PROMPTS)
+    for output, times in (("out.jsonl", 1), ("-", 0)):
+        assert run(["batch", rows, "-o", output]) in (ExitCode.FAILURE, ExitCode.INTERRUPTED)
+        assert capfd.readouterr().err.count(GO_ON) == times
+
+
+def test_a_refusal_is_not_told_to_run_again(
+    started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(corellm.batch.fingerprint, "check", lambda *_: None)
+    rows = write_rows(*PROMPTS)
+    assert run(["batch", rows, "--limit", "2"]) == ExitCode.OK
+    capsys.readouterr()
+    write_rows({"prompt": "changed!", "max_tokens": 4}, *PROMPTS[1:])
+    assert run(["batch", rows]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert "line 1 of in.jsonl has changed" in err
+    assert GO_ON not in err
+    assert run(["batch", rows, "-o", "/dev/full"]) == ExitCode.FAILURE
+    assert GO_ON not in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_once(started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def full(journal: Journal, row: bytes) -> None:
+        raise journal._cannot_write(OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(Journal, "append", full)
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.FAILURE
+    err = capsys.readouterr().err
+    assert err.count(GO_ON) == err.count("finished rows are safe") == 1
+
+
 INTERRUPTED_EARLY = """
 import os, signal, sys, time
 import corellm.running_engines
@@ -475,7 +634,48 @@ def test_ctrl_c_while_the_model_is_looked_for_ends_at_once() -> None:
         [sys.executable, "-c", INTERRUPTED_EARLY], stderr=subprocess.PIPE, timeout=20, text=True, env=environment
     )
     assert done.returncode == ExitCode.INTERRUPTED
-    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "interrupted before the first row; nothing was generated"
+
+
+def test_ctrl_c_while_the_engine_starts_is_said(
+    started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    async def start(model: Any, report: Callable[[Progress], None]) -> Launched:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(30)
+        return Launched()
+
+    monkeypatch.setattr(text_engine.TextEngine, "start", start)
+    began = time.monotonic()
+    assert run(["batch", write_rows(*PROMPTS)]) == ExitCode.INTERRUPTED
+    assert time.monotonic() - began < 5
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted before the first row; nothing was generated"
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+interrupted = sys.argv[1]
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupted:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from corellm_cli.main import main
+sys.argv = ["corellm", "batch", "in.jsonl"]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "corellm.config", "corellm_cli.top", "corellm.batch.journal", "msgspec"])
+def test_ctrl_c_while_modules_are_read_is_no_traceback(module: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, module], capture_output=True, timeout=20, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, "", "")
 
 
 UNREAD = """

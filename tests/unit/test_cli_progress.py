@@ -204,6 +204,9 @@ def test_summary_for_people() -> None:
     assert summary_lines(replace(SUMMARY, failed_with="engine_dead"))[0].startswith("failed: ")
     assert "(2 of them errors: --retry-errors" in summary_lines(replace(SUMMARY, skipped_failed=2))[0]
     assert "1,240 in" in summary_lines(SUMMARY, dry_run=True)[0]
+    again = "finished rows are safe: run the same command again to go on"
+    assert summary_lines(replace(SUMMARY, resumable=True))[-1] == again
+    assert again not in summary_lines(replace(SUMMARY, interrupted=True, failed_with="batch_failed"))
 
 
 def test_summary_for_programs_is_one_line_of_json() -> None:
