@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import msgspec
 
-from corellm.errors import CheckpointError
+from corellm.errors import CheckpointError, UnsupportedModelError
 from corellm.models.llama.spec import LlamaSpec, weight_table
 
 DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -73,10 +75,11 @@ def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
     """
     config = _read_json(path / "config.json")
     generation = path / "generation_config.json"
-    spec = LlamaSpec.from_config(config)
-    eos = _eos_ids(path / "config.json", config)
-    if generation.is_file():
-        eos |= _eos_ids(generation, _read_json(generation))
+    with naming(path):
+        spec = LlamaSpec.from_config(config)
+    eos = _eos_ids(path / "config.json", config, spec.vocab)
+    if is_there(generation):
+        eos |= _eos_ids(generation, _read_json(generation), spec.vocab)
     tensors: dict[str, TensorRef] = {}
     if load_format != "dummy":
         tensors = _read_tensors(path)
@@ -84,15 +87,34 @@ def open_checkpoint(path: Path, load_format: str) -> Checkpoint:
     return Checkpoint(path, config, spec, tensors, tuple(sorted(eos)))
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put `path` in front of what a part that does not know it says of a model."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{path}: {error.message}") from None
+
+
 def weights_present(folder: Path) -> bool:
     """Whether `folder` holds config.json and every weight file that it names; their contents are not looked at."""
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         return False
-    if (folder / SINGLE_FILE).is_file():
+    if os.path.isfile(folder / SINGLE_FILE):
         return True
-    if not (folder / INDEX_FILE).is_file():
+    if not os.path.isfile(folder / INDEX_FILE):
         return False
-    return all((folder / name).is_file() for name in set(_read_index(folder / INDEX_FILE).values()))
+    return all(os.path.isfile(folder / name) for name in set(_read_index(folder / INDEX_FILE).values()))
+
+
+def is_there(file: Path) -> bool:
+    """Whether `file` is a file, or a link to one. Raises `CheckpointError` where that cannot be told."""
+    try:
+        return stat.S_ISREG(file.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def read_header(file: Path) -> dict[str, TensorRef]:
@@ -162,11 +184,14 @@ def _tensor_ref(file: Path, name: str, raw: object, data: int) -> tuple[str, Ten
 
 
 def _read_tensors(path: Path) -> dict[str, TensorRef]:
-    if (path / SINGLE_FILE).is_file():
+    if is_there(path / SINGLE_FILE):
         return read_header(path / SINGLE_FILE)
-    if (path / INDEX_FILE).is_file():
+    if is_there(path / INDEX_FILE):
         return _read_shards(path)
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    try:
+        others = sorted(name for name in os.listdir(path) if name.endswith((".bin", ".pt", ".pth", ".gguf")))
+    except OSError:
+        others = []  # they are a hint only
     hint = f"; {others[0]} is not read, convert it to safetensors" if others else ""
     raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{hint}")
 
@@ -176,7 +201,7 @@ def _read_shards(path: Path) -> dict[str, TensorRef]:
     weight_map = _read_index(index)
     tensors: dict[str, TensorRef] = {}
     for name in sorted(set(weight_map.values())):
-        if not (path / name).is_file():
+        if not is_there(path / name):
             raise CheckpointError(f"{index}: names {name}, which is not there; fetch the missing file")
         for tensor, ref in read_header(path / name).items():
             if tensor in tensors:
@@ -237,10 +262,10 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not is_there(file):
+        raise CheckpointError(f"{file.parent}: has no {file.name}; --model must be a checkpoint folder")
     try:
         value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent}: has no {file.name}; --model must be a checkpoint folder") from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -250,9 +275,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_ids(file: Path, config: Mapping[str, Any]) -> set[int]:
+def _eos_ids(file: Path, config: Mapping[str, Any], vocab: int) -> set[int]:
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise CheckpointError(f"{file}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    # Never sampled, such an id would end nothing: answers of this model would all run on to their last token.
+    if ids and max(ids) >= vocab:
+        raise CheckpointError(
+            f"{file}: eos_token_id holds {max(ids)}, but the model's ids are 0 to {vocab - 1}; "
+            "correct it, or take it out"
+        )
     return set(ids)

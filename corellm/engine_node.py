@@ -12,14 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from corellm.config import EngineOptions
-from corellm.errors import EngineDeadError, InvalidRequestError
+from corellm.errors import EngineDeadError, OptionError
+from corellm.node_inputs import (
+    Params,
+    Prompt,
+    Prompts,
+    check_text,
+    params_for,
+    plain_conversations,
+    plain_prompt,
+    plain_prompts,
+)
+from corellm.node_life import Life
 from corellm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,8 +39,9 @@ if TYPE_CHECKING:
     from corellm.found_model import FoundModel
     from corellm.text_engine import Completion, Delta, TextEngine
 
-Prompt = str | Sequence[int]
-Params = SamplingParams | Sequence[SamplingParams]
+Message = Mapping[str, Any]
+Conversations = Iterable[Message] | Iterable[Iterable[Message]]
+Request = tuple[list[int], SamplingParams]
 T = TypeVar("T")
 
 _AHEAD = 4  # requests handed to the engine for each slot that it has: enough to keep it full, few enough to hold
@@ -38,41 +51,42 @@ class EngineNode:
     """An engine of one's own. Options are those of `EngineOptions`; it starts with `start`, `with` or `async with`.
 
     Raises `OptionError` for an option out of range; `start` raises the typed error of whatever stands in the way.
-    After `close`, or when the engine has died, every method raises `EngineDeadError`.
+    After `close` every method raises `EngineDeadError`, and once the engine has died, what it died of. `start` then
+    starts another.
     """
 
     def __init__(
-        self, model: str | None = None, *, on_progress: Callable[[Progress], None] | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        **options: Any,
     ) -> None:
-        self._options = EngineOptions.from_env(model=model, **options)
+        if on_progress is not None and not callable(on_progress):
+            raise OptionError(f"on_progress is {on_progress!r}; it must be a function of one Progress, or None")
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self._options = EngineOptions.from_env(model=name, **options)
         self._on_progress = on_progress or (lambda _: None)
         self._lock = threading.Lock()
-        self._life: _Life | None = None
+        self._life: Life | None = None
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the engine and wait until it is ready."""
-        from corellm.found_model import find  # tokenizers, zmq: not before they are needed
-
-        if self._life is None:
-            model = find(self._options, self._on_progress)
-            with self._lock:
-                if self._life is None:
-                    self._life = _Life(model, self._on_progress)
+        """Start the engine and wait until it is ready; nothing, if one runs."""
+        life = self._alive() or self._begin(self._find())
         try:
-            self._life.engine.result()
+            life.engine.result()
         except BaseException:
-            self.close()
+            self._end(life)
             raise
         return self
 
     def close(self) -> None:
         """Stop the engine. Idempotent; open requests raise `EngineDeadError`."""
-        with self._lock:
-            life, self._life = self._life, None
+        life = self._life
         if life is not None:
-            life.end()
+            self._end(life)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -83,7 +97,16 @@ class EngineNode:
         self.close()
 
     async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.start)
+        # A thread cannot be cancelled. So none is left to start an engine that nobody waits for any more.
+        life = await asyncio.to_thread(self._alive) or self._begin(await asyncio.to_thread(self._find))
+        started = asyncio.wrap_future(life.engine)
+        started.add_done_callback(lambda future: future.exception())  # no complaint if nobody waits for it any more
+        try:
+            await asyncio.shield(started)
+        except BaseException:
+            await asyncio.to_thread(self._end, life)
+            raise
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -97,30 +120,30 @@ class EngineNode:
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: Params | None = None) -> list[Completion]:
+    def generate(self, prompts: Prompts, params: Params | None = None) -> list[Completion]:
         """Complete plain prompts (text or token ids); results in input order. The first error is raised, the rest ends.
 
         `params` is one for all or one for each prompt.
         """
-        return self._run(self._all(self._encoded(prompts), params))
+        return self._run(self._all(self._requests(prompts, params)))
 
-    async def agenerate(self, prompts: Prompt | Sequence[Prompt], params: Params | None = None) -> list[Completion]:
+    async def agenerate(self, prompts: Prompts, params: Params | None = None) -> list[Completion]:
         """`generate` for asyncio."""
-        return await self._await(self._all(self._encoded(prompts), params))
+        return await self._await(self._all(self._requests(prompts, params)))
 
-    def chat(self, conversations: Sequence[Any], params: Params | None = None, **template: Any) -> list[Completion]:
+    def chat(self, conversations: Conversations, params: Params | None = None, **template: Any) -> list[Completion]:
         """Complete conversations: one list of messages, or a list of such lists."""
-        return self._run(self._all(self._encoded_chats(conversations, template), params))
+        return self._run(self._all(self._chat_requests(conversations, params, template)))
 
     async def achat(
-        self, conversations: Sequence[Any], params: Params | None = None, **template: Any
+        self, conversations: Conversations, params: Params | None = None, **template: Any
     ) -> list[Completion]:
         """`chat` for asyncio."""
-        return await self._await(self._all(self._encoded_chats(conversations, template), params))
+        return await self._await(self._all(self._chat_requests(conversations, params, template)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt in pieces; the last has `end`. Closing the iterator aborts the request."""
-        deltas = self._running().stream(self._running().encode_prompt(prompt), params or SamplingParams())
+        deltas = self._deltas(prompt, params)
         try:
             while (delta := self._run(_next(deltas))) is not None:
                 yield delta
@@ -130,7 +153,7 @@ class EngineNode:
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        deltas = self._running().stream(self._running().encode_prompt(prompt), params or SamplingParams())
+        deltas = self._deltas(prompt, params)
         try:
             while (delta := await self._await(_next(deltas))) is not None:
                 yield delta
@@ -153,23 +176,57 @@ class EngineNode:
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-        engine = self._running()
-        if isinstance(prompts, str):
-            return [engine.encode_prompt(prompts)]
-        if prompts and isinstance(prompts[0], int):
-            return [engine.encode_prompt(cast("Sequence[int]", prompts))]
-        return [engine.encode_prompt(prompt) for prompt in cast("Sequence[Prompt]", prompts)]
+    def _find(self) -> FoundModel:
+        from corellm.found_model import find  # tokenizers, zmq: not before they are needed
 
-    def _encoded_chats(self, conversations: Sequence[Any], template: dict[str, Any]) -> list[list[int]]:
-        engine = self._running()
-        if conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]
-        return [engine.encode_chat(messages, **template) for messages in conversations]
+        return find(self._options, self._on_progress)
 
-    async def _all(self, prompts: list[list[int]], params: Params | None) -> list[Completion]:
+    def _alive(self) -> Life | None:
+        """The life there is; one whose engine has died is ended, so that another may begin."""
+        life = self._life
+        if life is None or life.death is None:
+            return life
+        self._end(life)
+        return None
+
+    def _begin(self, model: FoundModel) -> Life:
+        with self._lock:
+            if self._life is None:
+                self._life = Life(model, self._on_progress)
+            return self._life
+
+    def _end(self, life: Life) -> None:
+        with self._lock:
+            is_ours = self._life is life  # else another thread has ended it
+            if is_ours:
+                self._life = None
+        if is_ours:
+            life.end()
+
+    def _requests(self, prompts: object, params: object) -> list[Request]:
         engine = self._running()
-        each = _params_for(len(prompts), params)
+        plain = plain_prompts(prompts)
+        each = params_for(len(plain), params)  # before the encoding, which takes its time
+        return [(engine.encode_prompt(prompt), sampling) for prompt, sampling in zip(plain, each, strict=True)]
+
+    def _chat_requests(self, conversations: object, params: object, template: dict[str, Any]) -> list[Request]:
+        engine = self._running()
+        plain = plain_conversations(conversations)
+        for name, value in template.items():
+            check_text(name, value)
+        each = params_for(len(plain), params)
+        return [
+            (engine.encode_chat(messages, **template), sampling) for messages, sampling in zip(plain, each, strict=True)
+        ]
+
+    def _deltas(self, prompt: object, params: object) -> AsyncGenerator[Delta, None]:
+        engine = self._running()
+        plain = plain_prompt(prompt)
+        (sampling,) = params_for(1, params)
+        return engine.stream(engine.encode_prompt(plain), sampling)
+
+    async def _all(self, requests: list[Request]) -> list[Completion]:
+        engine = self._running()
         gate = asyncio.Semaphore(_AHEAD * engine.info.max_seqs)
 
         async def one(prompt: list[int], sampling: SamplingParams) -> Completion:
@@ -177,13 +234,15 @@ class EngineNode:
                 return await engine.complete(prompt, sampling)
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(prompt, sampling)) for prompt, sampling in zip(prompts, each, strict=True)]
+            tasks = [group.create_task(one(prompt, sampling)) for prompt, sampling in requests]
         return [task.result() for task in tasks]
 
     def _running(self) -> TextEngine:
         life = self._life
         if life is None or not life.engine.done():
             raise EngineDeadError(_NOT_RUNNING)
+        if life.death is not None:
+            raise life.death
         return life.engine.result()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -211,51 +270,6 @@ class EngineNode:
             raise _single(error) from None
 
 
-class _Life:
-    """One engine from start to end, on an event loop in a thread of its own. `engine` resolves when it is ready."""
-
-    def __init__(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
-        self.engine: Future[TextEngine] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, args=(model, report), name="corellm-engine-node", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def end(self) -> None:
-        """Stop the engine and wait until it is gone, also while it still starts."""
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    def _run(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live(model, report))
-
-    async def _live(self, model: FoundModel, report: Callable[[Progress], None]) -> None:
-        from corellm.text_engine import TextEngine
-
-        stopping = asyncio.create_task(self._stop.wait())
-        starting = asyncio.create_task(TextEngine.start(model, report))
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-        try:
-            engine = await starting
-        except BaseException as error:  # noqa: BLE001  whoever waits for the engine gets it
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self.engine.set_exception(EngineDeadError("the engine was closed while it started") if cancelled else error)
-            await stopping
-            return
-        self.engine.set_result(engine)
-        await stopping
-        await engine.close()  # whoever waits for a request learns that it is over
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:
-            await asyncio.wait(calls, timeout=1.0)
-
-
 _NOT_RUNNING = "the engine is not running; use `with EngineNode(…) as engine:` or call start()"
 
 
@@ -268,13 +282,3 @@ def _single(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _params_for(count: int, params: Params | None) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"params has {len(params)} entries for {count} prompts; give one, or one for each", "params"
-        )
-    return params

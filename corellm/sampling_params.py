@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from reprlib import repr as shown  # a value in an error message may be of any length
+from typing import Any
 
 from corellm.errors import InvalidRequestError
 
@@ -55,10 +58,9 @@ class SamplingParams:
     constraint: JsonConstraint | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop, "a string or a list of strings"))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -98,7 +100,11 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, 2**31 - 1)
 
-    def _check_constraint(self, constraint: JsonConstraint) -> None:
+    def _check_constraint(self, constraint: object) -> None:
+        if not isinstance(constraint, JsonConstraint):
+            raise InvalidRequestError(
+                f"constraint is {shown(constraint)}; it must be a JsonConstraint or None", "constraint"
+            )
         size = len(constraint.schema)
         if size > MAX_SCHEMA_CHARS:
             raise InvalidRequestError(
@@ -114,6 +120,10 @@ class SamplingParams:
                 )
 
     def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError(
+                f"logit_bias is {shown(self.logit_bias)}; it must be a mapping of token ids to numbers", "logit_bias"
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias"
@@ -124,6 +134,12 @@ class SamplingParams:
 
 
 FIELDS = tuple(f.name for f in fields(SamplingParams))
+
+
+def _tuple(name: str, value: object, allowed: str) -> tuple[Any, ...]:
+    if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name} is {shown(value)}; it must be {allowed}", name)
+    return tuple(value)
 
 
 def _integer(name: str, value: object, low: int, high: int, param: str | None = None) -> None:

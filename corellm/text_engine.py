@@ -106,6 +106,11 @@ class TextEngine:
         """The engine's run folder, by which others may join it."""
         return self._client.folder
 
+    @property
+    def death(self) -> CoreLLMError | None:
+        """What ended the engine or the connection; None while both stand. Threads may ask."""
+        return self._client.death
+
     async def died(self) -> CoreLLMError:
         """Wait for the end of the engine, and return what ended it."""
         return await self._client.died()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from corellm.comms.messages import Sampling
@@ -29,10 +30,7 @@ def check_request(sequence: Sequence, limits: Limits, room: int) -> None:
     prompt = sequence.prompt_len
     if prompt == 0:
         raise InvalidRequestError("the prompt has no tokens; it must have at least one", "prompt")
-    low, high = min(sequence.tokens), max(sequence.tokens)
-    if low < 0 or high >= limits.vocab:
-        worst = low if low < 0 else high
-        raise InvalidRequestError(f"the prompt holds token id {worst}; ids are 0 to {limits.vocab - 1}", "prompt")
+    _check_ids("prompt", sequence.tokens, limits.vocab)
     _check_sampling(sequence.sampling, limits.vocab)
     if sequence.limit > room:
         where = "the context" if room == limits.max_model_len else "the KV cache"
@@ -45,7 +43,8 @@ def check_request(sequence: Sequence, limits: Limits, room: int) -> None:
 
 def _check_sampling(sampling: Sampling, vocab: int) -> None:
     """What a worker relies on. Front ends check with better words; this keeps a faulty one from hurting the others."""
-    ids = (*sampling.bias_ids, *sampling.stop_ids)
+    _check_ids("logit_bias", sampling.bias_ids, vocab)
+    _check_ids("stop_token_ids", sampling.stop_ids, vocab)
     checks = (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
@@ -56,8 +55,14 @@ def _check_sampling(sampling: Sampling, vocab: int) -> None:
         ("logprobs", 0 <= (sampling.logprobs or 0) <= min(MAX_LOGPROBS, vocab), "0 to 20"),
         ("prompt_logprobs", 0 <= (sampling.prompt_logprobs or 0) <= min(MAX_LOGPROBS, vocab), "0 to 20"),
         ("logit_bias", len(sampling.bias_ids) == len(sampling.bias_values), "one value for each id"),
-        ("logit_bias", all(0 <= token < vocab for token in ids), f"of token ids 0 to {vocab - 1}, as stop ids are"),
     )
     for name, is_right, allowed in checks:
         if not is_right:
             raise InvalidRequestError(f"{name} is out of range; it must be {allowed}", name)
+
+
+def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab:
+        worst = low if low < 0 else high
+        raise InvalidRequestError(f"{name} holds token id {worst}; the model's ids are 0 to {vocab - 1}", name)

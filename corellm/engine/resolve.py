@@ -11,6 +11,8 @@ from corellm.config import EngineOptions
 from corellm.device import cpu_count, gpu_count
 from corellm.errors import OptionError
 
+MAX_TOKENS = 2**31 - 2  # of a request: positions, and the one behind the last, are 32-bit integers
+
 
 def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     """Decide every open option. Raises `OptionError` for one that the model or the machine cannot meet."""
@@ -19,9 +21,10 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     spec.check_tp(options.tp)
     if device == "cuda" and options.tp > gpu_count():
         raise OptionError(f"--tp is {options.tp}; this machine has {gpu_count()} GPUs")
-    length = options.max_model_len or spec.max_positions
-    if length > spec.max_positions:
-        raise OptionError(f"--max-model-len is {length}; this model allows up to {spec.max_positions}")
+    longest = min(spec.max_positions, MAX_TOKENS)
+    length = options.max_model_len or longest
+    if length > longest:
+        raise OptionError(f"--max-model-len is {length}; this model allows up to {longest}")
     on_gpu = device == "cuda"
     max_seqs, max_batch_tokens = _batch(options, *((512, 8192) if on_gpu else (64, 1024)))
     return Settings(
@@ -50,10 +53,15 @@ def _batch(options: EngineOptions, seqs: int, tokens: int) -> tuple[int, int]:
     if options.max_batch_tokens is None:
         max_seqs = options.max_seqs or seqs
         return max_seqs, max(tokens, 2 * max_seqs)
+    if options.max_batch_tokens < 2:
+        raise OptionError(
+            f"--max-batch-tokens is {options.max_batch_tokens}; it must be at least 2, and above --max-seqs"
+        )
     max_seqs = options.max_seqs or min(seqs, max(1, options.max_batch_tokens // 2))
     if options.max_batch_tokens <= max_seqs:
         raise OptionError(
-            f"--max-batch-tokens is {options.max_batch_tokens}; with --max-seqs {max_seqs} it must be above that"
+            f"--max-batch-tokens is {options.max_batch_tokens}; with --max-seqs {max_seqs} it must be at least "
+            f"{max_seqs + 1}"
         )
     return max_seqs, options.max_batch_tokens
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import tokenizers
 
+from corellm.checkpoint import is_there, naming
 from corellm.errors import CheckpointError
+from corellm.text.longest_token import longest_token
 
 # Meta's own list of Llama 3.1's stop tokens, by name; a checkpoint has those that its vocabulary names.
 LLAMA_STOP_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
@@ -58,7 +60,7 @@ class Tokenizer:
         Raises `CheckpointError` when a file is missing or damaged.
         """
         source = path / "tokenizer.json"
-        if not source.is_file():
+        if not is_there(source):
             raise CheckpointError(f"{path} has no tokenizer.json; download the checkpoint's tokenizer files too")
         try:
             backend = tokenizers.Tokenizer.from_file(str(source))
@@ -66,7 +68,9 @@ class Tokenizer:
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{source} cannot be read: {reason}; download it again") from error
         config = _read_config(path / "tokenizer_config.json")
-        return cls(backend, config, _chat_template(path, config))
+        template = _chat_template(path, config)
+        with naming(path):
+            return cls(backend, config, template)
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -83,6 +87,11 @@ class Tokenizer:
         # The batch call without offsets takes half the time of `encode`, and lets other Python threads run.
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return [self.bos_id, *ids] if bos and self.bos_id is not None else ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at the least, at no cost; 0 where only encoding it can tell."""
+        longest = self._longest_token
+        return 0 if longest is None else -(-len(text.encode("utf-8", "surrogatepass")) // longest)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD, as Python's `errors="replace"` has it."""
@@ -119,6 +128,10 @@ class Tokenizer:
         backend = copy.deepcopy(self._backend)
         backend.encode_special_tokens = False
         return backend
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self._backend, _BYTE_OF)  # a walk through all of the vocabulary, which few prompts need
 
     def _configured(self, config: dict[str, Any], name: str, fallback: str | None) -> int | None:
         text = _token_text(config.get(name, fallback))
@@ -175,11 +188,11 @@ def _token_text(entry: Any) -> str | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_there(path):
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; download it again") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} holds no JSON object; download it again")
@@ -188,7 +201,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if is_there(path):
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

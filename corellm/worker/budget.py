@@ -17,9 +17,10 @@ _GIB = 1 << 30
 def block_budget(settings: Settings, spec: LlamaSpec, weight_bytes: int, device: torch.device) -> int:
     """Blocks of one rank: what the user said, or what memory holds, never more than every slot at full length needs.
 
-    Raises `OutOfMemoryError` when the weights and the KV of `USEFUL_TOKENS` do not fit.
+    Raises `OutOfMemoryError` when the weights and the KV of `USEFUL_TOKENS` do not fit, or when not even the tables do.
     """
     dtype: torch.dtype = getattr(torch, settings.dtype)
+    _check_tables(settings, spec, dtype, device)
     per_block = spec.kv_bytes_per_token(dtype.itemsize, settings.tp) * settings.page_size
     if settings.kv_blocks is not None:
         return settings.kv_blocks
@@ -39,6 +40,24 @@ def block_budget(settings: Settings, spec: LlamaSpec, weight_bytes: int, device:
             f"{room / _GIB:.1f} GiB of {free / _GIB:.1f} GiB free may be used: {option}"
         )
     return min(blocks, settings.max_seqs * -(-settings.max_model_len // settings.page_size))
+
+
+def _check_tables(settings: Settings, spec: LlamaSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """The length of a request has no bound of its own: a config.json may name any."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    needed = table_bytes(settings, spec, dtype)
+    if needed > free:
+        raise OutOfMemoryError(
+            f"the tables for {settings.max_seqs} requests of up to {settings.max_model_len} tokens take "
+            f"{needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free: lower --max-model-len or --max-seqs"
+        )
+
+
+def table_bytes(settings: Settings, spec: LlamaSpec, dtype: torch.dtype) -> int:
+    """The token and block tables of every slot and of the spare one, and cosines and sines of every position."""
+    length = settings.max_model_len
+    slots = (settings.max_seqs + 1) * (length + -(-length // settings.page_size)) * 4
+    return slots + 2 * length * spec.head_dim * dtype.itemsize
 
 
 def workspace_bytes(settings: Settings, spec: LlamaSpec, dtype: torch.dtype) -> int:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from corellm import CoreLLMError, EngineNode, SamplingParams
 from corellm.errors import EngineDeadError, InvalidRequestError, PromptTooLongError, RequestAbortedError
+from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.idle import idle_stats
+from tests.support.processes import engine_processes, pid_of, wait_until_gone
+from tests.support.tiny_llama import make_tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
@@ -19,6 +27,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16)
 def engine(demo_model: Path) -> Iterator[EngineNode]:
     with EngineNode(str(demo_model), device="cpu", max_model_len=2048) as node:
         yield node
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny_llama(path)
+    write_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def run_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "corellm"
 
 
 def test_answers_a_question(engine: EngineNode) -> None:
@@ -147,3 +169,83 @@ def test_outside_of_its_life_it_says_so(demo_model: Path) -> None:
         EngineNode(tp=0)
     with pytest.raises(TypeError, match="nonsense"):
         EngineNode(nonsense=1)
+
+
+def test_iterables_of_every_kind_are_prompts_and_params(engine: EngineNode) -> None:
+    ids = [504, 3575, 282]
+    (truth,) = engine.generate([ids], GREEDY)
+    for same in (np.array(ids), iter(ids), [np.array(ids)], [np.int64(token) for token in ids], iter([iter(ids)])):
+        (found,) = engine.generate(same, iter([GREEDY]))
+        assert found.token_ids == truth.token_ids
+    assert [delta.end for delta in engine.stream(np.array(ids), GREEDY)][-1] is not None
+    question = {"role": "user", "content": "What is the capital of France?"}
+    assert [c.token_ids for c in engine.chat(iter([iter([question]), [question]]), GREEDY)] == [
+        engine.chat([question], GREEDY)[0].token_ids
+    ] * 2
+
+
+def test_what_is_no_prompt_is_refused_by_every_method(engine: EngineNode) -> None:
+    for call in (engine.generate, engine.chat, lambda given: list(engine.stream(given))):
+        for wrong in (None, 5, b"abc", {"a": 1}):
+            with pytest.raises(InvalidRequestError, match=r"^(prompts?|conversations) is .*; it must be "):
+                call(wrong)  # type: ignore[operator]
+    with pytest.raises(InvalidRequestError, match=r"params is {'max_tokens': 2}; it must be SamplingParams"):
+        engine.generate("hello", {"max_tokens": 2})  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match=r"^date holds .*half of a surrogate pair"):
+        engine.chat([{"role": "user", "content": "hello"}], date="\ud800")
+
+
+def test_after_a_death_every_method_says_so_and_start_begins_anew(tiny: Path, run_root: Path) -> None:
+    with EngineNode(tiny, device="cpu") as node:
+        os.kill(pid_of(run_root, "corellm.engine"), signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            node.generate([[1]] * 100, SamplingParams(max_tokens=400, ignore_eos=True))
+        for call in (node.stats, node.abort, lambda: node.info, lambda: node.generate("a"), lambda: node.chat([])):
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                call()  # type: ignore[operator]
+        assert node.start() is node
+        assert node.start() is node  # one that runs is left alone
+        assert node.generate("a", SamplingParams(max_tokens=3, ignore_eos=True))[0].output_tokens == 3
+        assert sorted(engine_processes(run_root).values()) == ["corellm.engine", "corellm.worker"]
+    wait_until_gone(run_root, 1)
+
+
+@pytest.mark.parametrize("wait_for", ["corellm.engine", "corellm.worker"])
+def test_a_start_that_is_cancelled_leaves_no_engine(
+    tiny: Path, run_root: Path, wait_for: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def cancel_while_starting(node: EngineNode) -> None:
+        entering = asyncio.create_task(node.__aenter__())
+        deadline = time.monotonic() + 30
+        while wait_for not in engine_processes(run_root).values():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        wait_until_gone(run_root, 2)  # workers are told by the kernel, a moment after the engine is gone
+        with pytest.raises(EngineDeadError, match="not running"):
+            node.stats()
+
+    asyncio.run(cancel_while_starting(EngineNode(tiny, device="cpu")))
+    gc.collect()
+    assert caplog.text == ""  # asyncio would complain of an error that nobody has seen
+    assert not list(run_root.iterdir())
+
+
+def test_a_start_that_is_cancelled_while_the_model_is_sought_starts_none(
+    tiny: Path, run_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*of: object) -> Path:
+        time.sleep(0.5)
+        return tiny
+
+    monkeypatch.setattr("corellm.found_model.find_model", slow)
+
+    async def cancel_soon(node: EngineNode) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(node.__aenter__(), 0.1)
+        await asyncio.sleep(1.0)
+
+    asyncio.run(cancel_soon(EngineNode(tiny, device="cpu")))
+    assert engine_processes(run_root) == {}

@@ -93,7 +93,7 @@ def test_ranks_hold_their_parts_of_every_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, piece_bytes: int
 ) -> None:
     monkeypatch.setattr(weight_loader, "PIECE_BYTES", piece_bytes)
-    state = make_tiny_llama(tmp_path, heads=8, kv_heads=4, vocab=131, shard_size="60KB").state_dict()
+    state = make_tiny_llama(tmp_path, heads=8, kv_heads=4, vocab=131, eos_token_id=130, shard_size="60KB").state_dict()
     checkpoint = open_checkpoint(tmp_path, "auto")
     assert len({ref.file for ref in checkpoint.tensors.values()}) > 1
     for rank, weights in enumerate(load_ranks(checkpoint, torch.float32, tp)):

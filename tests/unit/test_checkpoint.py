@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -252,6 +254,20 @@ def test_stop_ids_that_are_no_ids_are_refused(tmp_path: Path, value: object) -> 
         open_checkpoint(tmp_path, "auto")
 
 
+@pytest.mark.parametrize("value", [10, [3, 2**40]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_stop_ids_that_the_model_does_not_have_are_refused(tmp_path: Path, name: str, value: int | list[int]) -> None:
+    write(tmp_path)
+    config = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
+    (tmp_path / name).write_text(json.dumps(config | {"eos_token_id": value}))
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(tmp_path, "dummy")
+    worst = 10 if value == 10 else 2**40
+    assert refused.value.message.startswith(
+        f"{tmp_path / name}: eos_token_id holds {worst}, but the model's ids are 0 to 9;"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 200_000, '{"architectures": ["LlamaForCausalLM"]}'])
 def test_a_bad_config_is_refused(tmp_path: Path, text: str) -> None:
     write(tmp_path)
@@ -260,6 +276,64 @@ def test_a_bad_config_is_refused(tmp_path: Path, text: str) -> None:
         open_checkpoint(tmp_path, "auto")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "architecture MistralForCausalLM is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"torch_dtype": "float8"}, "dtype float8 is not supported"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+    ],
+)
+def test_a_refused_config_names_its_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    write(tmp_path, **change)
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as refused:
+        open_checkpoint(tmp_path, "auto")
+    assert refused.value.message.startswith(f"{tmp_path}: {words}")
+
+
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        open_checkpoint(tmp_path, "auto")
+
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "shard.safetensors",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a link into a folder that may not be entered."""
+    weights = write(tmp_path)
+    if name.startswith(("model.safetensors.index", "shard")):
+        shard = weights.rename(tmp_path / "shard.safetensors")
+        index = {"weight_map": dict.fromkeys(read_header(shard), shard.name)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    plain = os.stat
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(tmp_path, "auto")
+    assert refused.value.message == f"{tmp_path / name}: cannot be read: Permission denied"
+    weights_present(tmp_path)
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         open_checkpoint(tmp_path, "auto")

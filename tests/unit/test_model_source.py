@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +67,34 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ModelNotFoundError, match="is a file"):
         find_model(str(file), ignore)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x" * 300 + "/y", "a\0b", "two\nlines"], ids=range(4))
+def test_a_name_that_can_be_no_path_is_refused_in_one_short_line(name: str) -> None:
+    with pytest.raises(ModelNotFoundError) as refused:
+        find_model(name, ignore)
+    assert refused.value.message.isprintable()
+    assert len(refused.value.message) < 500
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.EIO, errno.ESTALE])
+def test_a_folder_out_of_reach_is_refused_in_one_line(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_reach(path: object, **of: object) -> os.stat_result:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "stat", out_of_reach)
+    with pytest.raises(ModelNotFoundError) as refused:
+        find_model("closed/model", ignore)
+    assert refused.value.message == (
+        f"--model 'closed/model' cannot be looked up: {os.strerror(number)}; correct the path or the permissions of "
+        "the folders above it"
+    )
+
+
+def test_links_that_lead_in_a_circle_are_no_model(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(ModelNotFoundError, match="symbolic links"):
+        find_model(str(tmp_path / "circle"), ignore)
 
 
 @pytest.fixture
@@ -225,10 +255,12 @@ def test_a_partial_snapshot_is_fetched_again_with_progress(tmp_path: Path, hub: 
         (http_error(RepositoryNotFoundError), "no such model"),
         (ReadTimeout("timed\nout"), "download failed: ReadTimeout: timed$"),
         (OSError(28, "No space left on device"), "No space left"),
+        (PermissionError(13, "Permission denied"), "Permission denied"),
     ],
 )
-def test_hub_failures_are_one_line(hub: list[dict[str, Any]], error: Exception, match: str) -> None:
-    hub[0]["answers"] += [LocalEntryNotFoundError("not cached"), error]
+@pytest.mark.parametrize("cached", [LocalEntryNotFoundError("not cached"), PermissionError(13, "Permission denied")])
+def test_hub_failures_are_one_line(hub: list[dict[str, Any]], cached: Exception, error: Exception, match: str) -> None:
+    hub[0]["answers"] += [cached, error]
     with pytest.raises(ModelNotFoundError, match=match) as caught:
         find_model("org/name", ignore)
     assert "\n" not in caught.value.message

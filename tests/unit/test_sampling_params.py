@@ -75,6 +75,20 @@ def test_logit_bias_that_is_refused(bias: Any) -> None:
     assert caught.value.param == "logit_bias"
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("value", [None, 5, b"abc"])
+def test_what_is_no_collection_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    assert caught.value.message.startswith(f"{name} is {value!r}; it must be a ")
+
+
+def test_a_schema_alone_is_no_constraint() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^constraint is {'type': 'object'}; it must be a JsonConstraint"):
+        SamplingParams(constraint={"type": "object"})  # type: ignore[arg-type]
+
+
 def test_logit_bias_reaches_its_limits() -> None:
     bias = {0: -100.0, 1: 100, **dict.fromkeys(range(2, 1024), 0.0)}
     assert SamplingParams(logit_bias=bias).logit_bias == bias

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 import pytest
 import tokenizers
@@ -196,12 +199,30 @@ def test_damaged_files_are_refused_in_one_line(
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_out_of_reach_is_named(
+    chatml_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = shutil.copytree(chatml_tokenizer_folder, tmp_path / "model")
+    plain = os.stat
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(folder / name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: Permission denied$"):
+        Tokenizer.from_folder(folder)
+
+
 def test_unknown_decoder_is_refused(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     backend.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="WordPiece"):
+    with pytest.raises(CheckpointError, match="WordPiece") as refused:
         Tokenizer.from_folder(tmp_path)
+    assert refused.value.message.startswith(f"{tmp_path}: ")
 
 
 @pytest.mark.parametrize(
