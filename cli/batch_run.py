@@ -35,6 +35,7 @@ from corellm_tui.foreign import one_line
 from corellm_tui.startup import StartupDisplay
 
 from .exit_codes import ExitCode
+from .standard_streams import make_stderr_lossy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class BatchCommand:
 
 def run_batch(command: BatchCommand) -> ExitCode:
     """Run to the end, or to an interruption. Raises `CoreLLMError` for what ends the whole run."""
+    make_stderr_lossy()
     configure_logging(command.engine.log_level)
     options = command.batch_options()
     console = Console(stderr=True, highlight=False, quiet=command.quiet)
@@ -142,7 +144,7 @@ class _Run:
 
     def _open_output(self, model: FoundModel, survey: Survey | None) -> Journal:
         command = self._command
-        identity = model_identity(model.settings, max_model_len=command.engine.max_model_len)
+        identity = model_identity(model.settings, asked=command.engine)
         fingerprint = Fingerprint.of(survey, model=identity, settings=self._options.settings())
         return open_journal(
             command.output,
@@ -216,5 +218,5 @@ def _tell(command: BatchCommand, console: Console, summary: Summary) -> None:
     if command.json_summary:
         print(summary_json(summary), file=sys.stderr if command.output == STDOUT else sys.stdout)
         return
-    for line in summary_lines(summary, dry_run=command.dry_run):
+    for line in summary_lines(summary, dry_run=command.dry_run, restart=command.restart):
         console.print(line, markup=False, soft_wrap=True)

@@ -31,15 +31,17 @@ def prepare_streams() -> None:
 
     Raises `OptionError` where stdout, which is what a command is run for, is closed.
     """
-    if sys.stderr is sys.__stderr__:  # or somebody else, such as a test, looks after it
-        _make_stderr_lossy()
+    make_stderr_lossy()
     if sys.stdout is None:
         raise OptionError("stdout is closed, so there is nowhere to write to; send it to a file, a pipe or /dev/null")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
-def _make_stderr_lossy() -> None:
+def make_stderr_lossy() -> None:
+    """Let narration that cannot be written end nothing."""
+    if sys.stderr is not sys.__stderr__:
+        return  # somebody else, such as a test, looks after it
     if sys.stderr is None:  # its number must not go to a file that is opened later, and be written to by a library
         null = os.open(os.devnull, os.O_WRONLY)
         if null != STDERR:

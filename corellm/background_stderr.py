@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import select
 import sys
 import threading
 
@@ -88,23 +89,35 @@ class BackgroundStderr(io.TextIOBase):
                 lines, self._lines, self._writing = self._lines, [], True
                 before, self._lost_before = self._lost_before, 0
                 after, self._lost_after = self._lost_after, 0
-            written = self._write(b"".join([_lost(before), *lines, _lost(after)]))
+            told = [*_lost(before), *((line, 1) for line in lines), *_lost(after)]
+            written = self._write([line for line, _ in told])
             with self._changed:
                 self._held -= sum(map(len, lines))
-                if not written:  # tried again with the next line, and not before: this would not end
-                    self._lost_before += before + len(lines) + after
+                # What is not written is tried again with the next line, and not before: this would not end.
+                self._lost_before += sum(count for _, count in told[written:])
 
-    def _write(self, data: bytes) -> bool:
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError:
-            return False
-        return True
+    def _write(self, lines: list[bytes]) -> int:
+        """Write as many as can be, and return how many: in pieces that a pipe takes whole, so that the lines of
+        processes that share it do not cut into each other."""
+        done = 0
+        while done < len(lines):
+            end, size = done + 1, len(lines[done])
+            while end < len(lines) and size + len(lines[end]) <= select.PIPE_BUF:
+                size += len(lines[end])
+                end += 1
+            data = b"".join(lines[done:end])
+            try:
+                while data:
+                    data = data[os.write(self._fd, data) :]
+            except OSError:
+                return done
+            done = end
+        return done
 
 
-def _lost(lines: int) -> bytes:
-    return b"(%d lines of this log are lost: they could not be written)\n" % lines if lines else b""
+def _lost(lines: int) -> list[tuple[bytes, int]]:
+    """The line that stands for so many lost ones, if there are any."""
+    return [(b"(%d lines of this log are lost: they could not be written)\n" % lines, lines)] if lines else []
 
 
 def install() -> None:

@@ -280,10 +280,11 @@ def _eos_ids(file: Path, config: Mapping[str, Any], vocab: int) -> set[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise CheckpointError(f"{file}: eos_token_id is {value!r}; it must be a token id or a list of them")
-    # Never sampled, such an id would end nothing: answers of this model would all run on to their last token.
-    if ids and max(ids) >= vocab:
+    # One beyond the vocabulary is never sampled. Were there no other, answers would all run on to their last token.
+    known = {token for token in ids if token < vocab}
+    if ids and not known:
         raise CheckpointError(
             f"{file}: eos_token_id holds {max(ids)}, but the model's ids are 0 to {vocab - 1}; "
             "correct it, or take it out"
         )
-    return set(ids)
+    return known

@@ -6,6 +6,8 @@ identifier: it travels in messages, in batch error rows and in HTTP error bodies
 
 from __future__ import annotations
 
+STOPPED = "the engine was stopped"  # what an engine says that leaves in order
+
 
 class CoreLLMError(Exception):
     """Base of every error that CoreLLM raises on purpose."""

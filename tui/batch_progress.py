@@ -185,8 +185,8 @@ class BatchDisplay:
         return parts
 
 
-def summary_lines(summary: Summary, *, dry_run: bool = False) -> list[str]:
-    """What a run came to, for people."""
+def summary_lines(summary: Summary, *, dry_run: bool = False, restart: bool = False) -> list[str]:
+    """What a run came to, for people; `restart`: its command would throw it away."""
     prompt = f"{summary.prompt_tokens:,} in"
     if dry_run:
         end = "stopped" if summary.failed_with else "checked"
@@ -204,7 +204,8 @@ def summary_lines(summary: Summary, *, dry_run: bool = False) -> list[str]:
     if summary.output:
         lines.append(f"output: {summary.output}")
         if summary.resumable:
-            lines.append("finished rows are safe: run the same command again to go on")
+            without = " without --restart" if restart else ""
+            lines.append(f"finished rows are safe: run the same command again{without} to go on")
     return [one_line(line) for line in lines]
 
 

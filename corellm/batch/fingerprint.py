@@ -61,14 +61,13 @@ def _flat(fingerprint: Fingerprint) -> dict[str, str]:
 def _upgraded(saved: Fingerprint, new: Fingerprint) -> Fingerprint:
     """A fingerprint of the first format as today's.
 
-    That one held what the engine had (context length, blocks), which nobody need have asked for, the order of the rows,
-    and nothing of the values of weights, for which the model's name must do.
+    That one held what the engine had (dtype, context length, blocks), which nobody need have asked for, the order of
+    the rows, and nothing of the values of weights, for which the model's name must do.
     """
     if saved.version != _FIRST_FORMAT:
         return saved
     model = {name: value for name, value in saved.model.items() if name not in ("kv_blocks", "page_size")}
-    if new.model.get("max_model_len") is None:
-        model["max_model_len"] = None
+    model |= {name: None for name in ("dtype", "max_model_len") if new.model.get(name) is None}
     if model.get(MODEL_NAME) == new.model.get(MODEL_NAME):
         model[WEIGHTS_DIGEST] = new.model.get(WEIGHTS_DIGEST)
     settings = {name: value for name, value in saved.settings.items() if name != "order"}

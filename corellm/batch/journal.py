@@ -121,7 +121,7 @@ class Journal:
         if error.errno in _NO_SPACE:
             return BatchError(
                 f"no space left for {self.name} ({error.strerror}); finished rows are safe: free some space and run "
-                "the same command again to go on"
+                "the same command again to go on, without --restart if that was given"
             )
         return BatchError(f"{self.name} cannot be written: {error.strerror}; finished rows are safe")
 
@@ -154,6 +154,10 @@ def open_journal(
         return _resume(path, output, fingerprint, lock, restart=restart, retry_errors=retry_errors)
     except OSError as error:
         lock.release()
+        if error.errno in _NO_SPACE:
+            raise BatchError(
+                f"no space left beside {output} ({error.strerror}); free some, or choose another -o"
+            ) from None
         raise BatchError(f"the output {output} cannot be opened: {error.strerror}; choose another -o") from None
     except BaseException:
         lock.release()

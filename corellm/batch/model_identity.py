@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from corellm.comms.settings import Settings
+from corellm.config import EngineOptions
 from corellm.errors import CheckpointError
 
 _SMALL_FILES = (
@@ -27,21 +28,21 @@ _SAMPLES = 64  # of a weight file
 _SAMPLE_BYTES = 1 << 12
 
 
-def model_identity(settings: Settings, *, max_model_len: int | None) -> dict[str, Any]:
+def model_identity(settings: Settings, *, asked: EngineOptions) -> dict[str, Any]:
     """What of a model shapes the rows of an output, for its fingerprint.
 
-    `max_model_len` is what the user asked for, None for nothing. What an engine makes of that is not in here, nor how
-    much its cache holds: a run may go on with another engine, and rows that do not fit that one become error rows.
-    Raises `CheckpointError`.
+    Of dtype and context length it holds what the user asked for, if anything. What an engine makes of that is not in
+    here, nor how much its cache holds: a run may go on with another engine, and rows that do not fit that one become
+    error rows. Raises `CheckpointError`.
     """
     dummy = settings.load_format == "dummy"
     folder = Path(settings.model_path)
     return {
         MODEL_NAME: settings.model,
-        "dtype": settings.dtype,
+        "dtype": None if asked.dtype == "auto" else asked.dtype,
         "load_format": "dummy" if dummy else "safetensors",
         "weights_seed": settings.seed if dummy else None,
-        "max_model_len": max_model_len,
+        "max_model_len": asked.max_model_len,
         CHECKPOINT_DIGEST: checkpoint_digest(folder, weights=not dummy),
         WEIGHTS_DIGEST: None if dummy else weights_digest(folder),
     }

@@ -133,15 +133,19 @@ def drop_replaced_rows(output: Path) -> None:
     if not replaced.count:
         return
     draft = output.with_name(output.name + ".tmp")
-    with open(output, "rb") as old, open(draft, "wb") as new:
-        for row in _whole_lines(old, output):
-            if row.line in replaced:
-                replaced.remove(row.line)  # what comes behind it stays
-            else:
-                new.write(row.raw)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(draft, output)
+    try:
+        with open(output, "rb") as old, open(draft, "wb") as new:
+            for row in _whole_lines(old, output):
+                if row.line in replaced:
+                    replaced.remove(row.line)  # what comes behind it stays
+                else:
+                    new.write(row.raw)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(draft, output)
+    except BaseException:
+        draft.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
 
 
 def _whole_lines(file: BinaryIO, output: Path) -> Iterator[_OutputRow]:

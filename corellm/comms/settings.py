@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 
 import msgspec
@@ -10,6 +11,8 @@ from corellm.comms import run_folder
 from corellm.comms.run_folder import RunFolder
 from corellm.config import EngineOptions
 from corellm.errors import OptionError
+
+LEAVING_S = 1.0  # for an engine whose front end was killed an instant ago
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -55,11 +58,21 @@ def read_launch(folder: RunFolder) -> Launch:
 
 def check_name(name: str | None) -> None:
     """Raise `OptionError` when an engine that runs, or starts, has this name: nobody could tell the two apart."""
-    for folder in run_folder.living() if name is not None else []:
+    if name is None:
+        return
+    deadline = time.monotonic() + LEAVING_S
+    while name in _names():
+        if time.monotonic() > deadline:
+            raise OptionError(f"--name is {name!r}, which a running engine has; choose another, or end that one")
+        time.sleep(0.1)
+
+
+def _names() -> set[str]:
+    found = set()
+    for folder in run_folder.living():
         with suppress(OSError, msgspec.DecodeError):  # it ends, or another version of CoreLLM runs it
-            taken = read_launch(folder).options.name or read_settings(folder).name
-            if name == taken:
-                raise OptionError(f"--name is {name!r}, which a running engine has; choose another, or end that one")
+            found.add(read_launch(folder).options.name or read_settings(folder).name)
+    return found
 
 
 def write_settings(folder: RunFolder, settings: Settings) -> None:

@@ -92,7 +92,7 @@ class EngineClient:
     @classmethod
     async def launch(cls, launch: Launch, report: Callable[[Progress], None]) -> EngineClient:
         """Start an engine of our own, which ends with us, and wait until it is ready."""
-        check_name(launch.options.name)
+        await asyncio.to_thread(check_name, launch.options.name)
         folder = run_folder.create()
         engine = None
         try:

@@ -13,7 +13,7 @@ from corellm.engine.engine import Engine
 from corellm.engine.front_ends import FrontEnds
 from corellm.engine.startup import Startup
 from corellm.engine.stats import StatsPublisher
-from corellm.errors import CoreLLMError, EngineDeadError
+from corellm.errors import STOPPED, CoreLLMError, EngineDeadError
 
 log = logging.getLogger("corellm.engine")
 
@@ -33,7 +33,7 @@ def run(folder: RunFolder, death_pipe: int) -> int:
 
 
 def _serve(folder: RunFolder, launch: Launch, front_ends: FrontEnds, death_pipe: int) -> int:
-    farewell: Dying | StartupFailed = Dying(code=EngineDeadError.code, message="the engine was stopped")
+    farewell: Dying | StartupFailed = Dying(code=EngineDeadError.code, message=STOPPED)
     failure: type[Dying | StartupFailed] = StartupFailed
     startup = None
     try:

@@ -38,9 +38,14 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
+_LONGEST_ESCAPE = 6  # bytes
+
+
 def _fault(text: str, reason: str) -> str:
     """Where the text stops being JSON. The decoder's own reasons do not always name the right fault."""
     position = _BYTE.search(reason)
+    if position is not None:  # what stands behind it does not matter, and may be long
+        text = text.encode()[: int(position[1]) + _LONGEST_ESCAPE].decode(errors="ignore")
     half = next((escape for escape in _ESCAPE.finditer(text) if escape[1]), None)
     if half is not None:
         byte = len(text[: half.start()].encode())

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from corellm.comms.messages import Progress, Stats
-from corellm.errors import CoreLLMError
+from corellm.errors import STOPPED, CoreLLMError
 from corellm.openai_server.engine_work import engine_work
 from corellm.openai_server.options import ServerOptions
 from corellm.openai_server.server import HttpServer, make_app
@@ -149,7 +149,8 @@ class Service:
         stopping = asyncio.create_task(self._stop_now.wait())
         try:
             await _first(quiet, dying, stopping, seconds=self._options.shutdown_grace)
-            if dying.done() and not self._state.is_idle:  # else the same signal went to the engine, which drained too
+            # The same signal may have gone to the engine, which then drained too and left in order.
+            if dying.done() and not (self._state.is_idle and dying.result().message == STOPPED):
                 self._state.fail(dying.result())
                 raise dying.result()
         finally:

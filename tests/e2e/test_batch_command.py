@@ -222,7 +222,7 @@ def test_ctrl_c_while_it_starts_leaves_at_once(batch: Batch) -> None:
             began = time.monotonic()
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=20)
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 8  # an orderly end may take 15
         assert process.returncode == 130, err
         assert err.splitlines()[-1] == "interrupted before the first row; nothing was generated"
         wait_until_gone(batch.run_root, 2)

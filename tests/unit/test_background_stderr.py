@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -34,6 +35,19 @@ def test_everything_arrives_in_order(pipe: tuple[int, int]) -> None:
     stream.write(" \ud800é\nlast\n")
     assert stream.drain(5)
     assert os.read(pipe[0], 1000).decode() == "one two\nprompt \\ud800é\nlast\n"
+
+
+def test_lines_of_processes_that_share_a_pipe_do_not_cut_into_each_other(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[bytes] = []
+    monkeypatch.setattr(os, "write", lambda fd, data: pieces.append(bytes(data)) or len(data))
+    lines = [b"x" * (number % 300) + b"\n" for number in range(1000)] + [b"long" * 5000 + b"\n"]
+    assert BackgroundStderr(pipe[1])._write(lines) == len(lines)
+    assert b"".join(pieces) == b"".join(lines)
+    assert all(piece.endswith(b"\n") for piece in pieces)
+    assert all(len(piece) <= select.PIPE_BUF or piece.count(b"\n") == 1 for piece in pieces)
+    assert len(pieces) < 100
 
 
 def test_a_reader_that_stalls_costs_lines_and_no_time_and_is_told_how_many(pipe: tuple[int, int]) -> None:

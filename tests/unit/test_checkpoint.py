@@ -254,9 +254,14 @@ def test_stop_ids_that_are_no_ids_are_refused(tmp_path: Path, value: object) -> 
         open_checkpoint(tmp_path, "auto")
 
 
-@pytest.mark.parametrize("value", [10, [3, 2**40]])
+def test_a_stop_id_that_the_model_does_not_have_is_passed_over_beside_others(tmp_path: Path) -> None:
+    write(tmp_path, eos_token_id=[3, 10, 2**40])
+    assert open_checkpoint(tmp_path, "auto").eos_ids == (3,)
+
+
+@pytest.mark.parametrize("value", [10, [10, 2**40]])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_stop_ids_that_the_model_does_not_have_are_refused(tmp_path: Path, name: str, value: int | list[int]) -> None:
+def test_a_model_that_could_not_stop_is_refused(tmp_path: Path, name: str, value: int | list[int]) -> None:
     write(tmp_path)
     config = json.loads((tmp_path / name).read_text()) if name == "config.json" else {}
     (tmp_path / name).write_text(json.dumps(config | {"eos_token_id": value}))

@@ -400,13 +400,14 @@ def test_what_shapes_no_row_may_change(started: list[EngineOptions], change: lis
     assert len(answers()) == len(PROMPTS)
 
 
-def test_a_context_length_that_was_decided_may_change(
+def test_what_an_engine_decided_may_change(
     started: list[EngineOptions], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     whole = settings
 
     def smaller(given: EngineOptions, folder: Path) -> Settings:
-        return msgspec.structs.replace(whole(given, folder), max_model_len=100, kv_blocks=7, page_size=4)
+        changed = {"max_model_len": 100, "kv_blocks": 7, "page_size": 4, "dtype": "float16"}
+        return msgspec.structs.replace(whole(given, folder), **changed)
 
     rows = write_rows(*PROMPTS)
     assert run(["batch", rows, "--limit", "1"]) == ExitCode.OK

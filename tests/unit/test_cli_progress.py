@@ -206,6 +206,8 @@ def test_summary_for_people() -> None:
     assert "1,240 in" in summary_lines(SUMMARY, dry_run=True)[0]
     again = "finished rows are safe: run the same command again to go on"
     assert summary_lines(replace(SUMMARY, resumable=True))[-1] == again
+    restarted = summary_lines(replace(SUMMARY, resumable=True), restart=True)[-1]
+    assert restarted == "finished rows are safe: run the same command again without --restart to go on"
     assert again not in summary_lines(replace(SUMMARY, interrupted=True, failed_with="batch_failed"))
 
 
