@@ -5,6 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 MATERIAL := .material/llama31-tokenizer
 PACKAGES := corellm corellm_cli corellm_tui
+# Tests that wait for nothing but the processor, and so run side by side.
+TOGETHER := tests/engine tests/kernels tests/tui tests/unit tests/e2e/test_token_exact.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check format clean
@@ -17,8 +19,8 @@ demo: .venv/demo ## Answer examples/demo.jsonl with the demo model, on this mach
 	@$(BIN)/python examples/show.py examples/demo.jsonl demo.out.jsonl
 
 test: check $(MATERIAL)/tokenizer.json ## Run every test and check that needs no GPU.
-	$(BIN)/python -m pytest -m "not gpu" --ignore tests/e2e --numprocesses logical --dist loadfile
-	$(BIN)/python -m pytest -m "not gpu" tests/e2e # alone on the machine: whole engines, and how soon things must end
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses logical --dist loadfile $(TOGETHER)
+	$(BIN)/python -m pytest -m "not gpu" $(addprefix --ignore ,$(TOGETHER)) # how soon things must end: one at a time
 
 test-gpu: .venv/dev ## Run the tests that need an NVIDIA GPU; with two, tensor parallelism as well.
 	$(BIN)/python -m pytest -m gpu -s -o filterwarnings=default # torch warns of its own debug modes there
