@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.graph_timing import microseconds
 from benchmarks.report import record
 from corellm.layers.parallel import ATTENTION, MLP
 from corellm.worker.collectives import TorchDistributed, make_collectives
@@ -52,32 +52,11 @@ def over_peers(residual: Tensor, peers: PeerMemory) -> list[Callable[[], object]
     return calls
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Of one call, in the median of a graph of them all."""
-    calls[0]()
-    calls[-1]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times: list[float] = []
-    for _ in range(REPLAYS):
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
-
-
 def measure(group: TorchDistributed, rows: int, hidden: int) -> dict[str, float]:
     residual = torch.randn(rows, hidden, dtype=torch.bfloat16, device="cuda")
-    found = {"nccl_us": round(microseconds(over_nccl(residual)), 2)}
+    found = {"nccl_us": round(microseconds(over_nccl(residual), REPLAYS, dist.barrier), 2)}
     if group.peers and (calls := over_peers(residual, group.peers)):
-        found["peer_us"] = round(microseconds(calls), 2)
+        found["peer_us"] = round(microseconds(calls, REPLAYS, dist.barrier), 2)
     return found
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.graph_timing import microseconds
 from benchmarks.report import record
 from corellm.kernels import Backend, load_backend
 from corellm.kernels.attention_work import plan_work
@@ -26,7 +26,6 @@ from corellm.kernels.inputs import Heads, Rows
 
 HEADS = Heads(32, 8, 128)
 DTYPE = torch.bfloat16
-REPLAYS = 20
 SET_BYTES = 200 << 20  # inputs that are gone through between two uses of one set: several times an L2 cache
 _RAGGED = random.Random(0)
 
@@ -91,26 +90,6 @@ def hopper_calls(inputs: Inputs, page_size: int) -> list[Callable[[], object]]:
         prefill.run(q, k, v, q.new_empty(len(q), 4096), items, count, inputs.table, partials, stats)
 
     return [lambda q=q, k=k, v=v: call(q, k, v) for q, k, v in inputs.sets]  # type: ignore[misc]
-
-
-def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Median time of one call."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times: list[float] = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
 
 
 def measure(case: Case, page_size: int) -> dict[str, float]:

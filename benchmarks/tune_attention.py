@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.attention_kernels import CASES, DTYPE, Inputs, backend_calls, microseconds
+from benchmarks.attention_kernels import CASES, DTYPE, Inputs, backend_calls
+from benchmarks.graph_timing import microseconds
 from benchmarks.report import record
 from corellm.kernels.triton_backend import TritonBackend
 from corellm.kernels.tuning import AttentionTile, AttentionTuning, attention_tuning

@@ -133,16 +133,18 @@ class Workers:
 
     def check(self) -> None:
         """Raise `EngineDeadError` (`StartupError` before all are ready) if a worker has died or fallen silent."""
-        kind = EngineDeadError if self.is_ready else StartupError
         limit = SILENCE_S if self.is_ready else STARTING_SILENCE_S
         for child, silence in zip(self._children, self._silences, strict=True):
             died, silent = child.exit_code() is not None, silence.seconds() > limit
             if died or silent:
                 self._lost = True
             if died:
-                raise kind(f"{child.name} {child.describe_exit()}")
+                raise self._end(f"{child.name} {child.describe_exit()}")
             if silent:
-                raise kind(f"{child.name} has been silent for {limit:.0f} s; it is stopped or hung")
+                raise self._end(f"{child.name} has been silent for {limit:.0f} s; it is stopped or hung")
+
+    def _end(self, message: str) -> EngineDeadError | StartupError:
+        return EngineDeadError(message) if self.is_ready else StartupError(message)
 
     def _blame_the_dead(self, reporter: int) -> None:
         """A rank whose sum another one left by dying reports that first; raise the death, which is what happened."""
@@ -150,10 +152,8 @@ class Workers:
         others = [child for rank, child in enumerate(self._children) if rank != reporter]
         while others and time.monotonic() < deadline:
             for child in others:
-                code = child.exit_code()
-                if code is not None and code < 0:
-                    kind = EngineDeadError if self.is_ready else StartupError
-                    raise kind(f"{child.name} {child.describe_exit()}")
+                if (child.exit_code() or 0) < 0:
+                    raise self._end(f"{child.name} {child.describe_exit()}")
             time.sleep(0.01)
 
     def stop(self) -> None:

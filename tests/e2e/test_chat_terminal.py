@@ -320,11 +320,17 @@ def test_answers_go_raw_to_a_file_and_all_else_to_the_terminal(start: Start, tmp
     assert path.read_text() == "**raw** \x1b[1m\n"
 
 
-def test_the_editor_opens_and_edit_offers_the_question_again(start: Start, tmp_path: Path) -> None:
-    editor = tmp_path / "editor"
-    editor.write_text('#!/bin/sh\nprintf "%s, edited" "$(cat "$1")" > "$1"\n')
+def an_editor(folder: Path, line: str) -> str:
+    """The path of an editor that runs a line of shell on its file, $1."""
+    editor = folder / "editor"
+    editor.write_text(f"#!/bin/sh\n{line}\n")
     editor.chmod(0o700)
-    with chat_server(echo) as server, start(server, EDITOR=str(editor), VISUAL="") as screen:
+    return str(editor)
+
+
+def test_the_editor_opens_and_edit_offers_the_question_again(start: Start, tmp_path: Path) -> None:
+    editor = an_editor(tmp_path, 'printf "%s, edited" "$(cat "$1")" > "$1"')
+    with chat_server(echo) as server, start(server, EDITOR=editor, VISUAL="") as screen:
         screen.wait_for(">")
         screen.send("draft")
         screen.wait_for("> draft")
@@ -393,10 +399,8 @@ def test_after_ctrl_z_and_fg_during_an_answer_keys_do_not_show(tmp_path: Path) -
 
 
 def test_what_an_editor_saves_in_other_bytes_is_refused_and_the_text_stays(start: Start, tmp_path: Path) -> None:
-    editor = tmp_path / "editor"
-    editor.write_text("#!/bin/sh\nprintf '\\377' >> \"$1\"\n")
-    editor.chmod(0o700)
-    with chat_server(echo) as server, start(server, EDITOR=str(editor), VISUAL="") as screen:
+    editor = an_editor(tmp_path, "printf '\\377' >> \"$1\"")
+    with chat_server(echo) as server, start(server, EDITOR=editor, VISUAL="") as screen:
         screen.wait_for(">")
         screen.send("draft")
         screen.wait_for("> draft")

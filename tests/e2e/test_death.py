@@ -32,12 +32,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def run_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "corellm"
-
-
 def after(seconds: float, pid: int, number: signal.Signals) -> threading.Timer:
     timer = threading.Timer(seconds, os.kill, (pid, number))
     timer.start()

@@ -37,12 +37,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def run_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "corellm"
-
-
 def test_answers_a_question(engine: EngineNode) -> None:
     (answer,) = engine.chat([{"role": "user", "content": "What is the capital of France?"}], GREEDY)
     assert answer.text == "The capital of France is Paris."

@@ -21,30 +21,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.processes import engine_processes, pid_of, wait_until_gone
 from tests.support.serve_process import CORELLM, ServeProcess, serving
-from tests.support.tiny_llama import make_tiny_llama
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny_llama(path, max_positions=4096)
-    write_byte_tokenizer(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def shared(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def shared(long_tiny: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
     """A server with three API workers and three keys, for tests that let it live."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "keys").write_text("from-file\nsecond\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CORELLM_API_KEY", "from-environment")
-        server = ServeProcess(folder, tiny, "--api-key-file", str(folder / "keys"), "--api-workers", "3")
+        server = ServeProcess(folder, long_tiny, "--api-key-file", str(folder / "keys"), "--api-workers", "3")
     server.headers = {"Authorization": "Bearer second"}
     try:
         server.start()
@@ -91,8 +81,8 @@ def _status(request: urllib.request.Request) -> int:
             return error.code
 
 
-def test_sigterm_answers_what_is_open_and_takes_nothing_new(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+def test_sigterm_answers_what_is_open_and_takes_nothing_new(long_tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, long_tiny, "--api-workers", "2") as server:
         _wait_for_workers(server, 2)
         streams = [Stream(server, {**LONG, "max_tokens": 400}) for _ in range(4)]
         assert all(stream.event() for stream in streams)
@@ -107,9 +97,9 @@ def test_sigterm_answers_what_is_open_and_takes_nothing_new(tiny: str, tmp_path:
         wait_until_gone(server.run_root, 2)
 
 
-def test_a_signal_to_every_process_drains_too(tiny: str, tmp_path: Path) -> None:
+def test_a_signal_to_every_process_drains_too(long_tiny: str, tmp_path: Path) -> None:
     """As a service manager stops a unit."""
-    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+    with serving(tmp_path, long_tiny, "--api-workers", "2") as server:
         _wait_for_workers(server, 2)
         streams = [Stream(server, {**LONG, "max_tokens": 300}) for _ in range(4)]
         assert all(stream.event() for stream in streams)
@@ -127,10 +117,10 @@ def test_a_signal_to_every_process_drains_too(tiny: str, tmp_path: Path) -> None
     ids=["one and the grace", "two"],
 )
 def test_the_grace_and_a_second_signal_end_it(
-    tiny: str, tmp_path: Path, grace: str, workers: str, signals: list[signal.Signals], code: int
+    long_tiny: str, tmp_path: Path, grace: str, workers: str, signals: list[signal.Signals], code: int
 ) -> None:
     """Ctrl-C as well as SIGTERM, which the exit code tells apart."""
-    with serving(tmp_path, tiny, "--shutdown-grace", grace, "--api-workers", workers) as server:
+    with serving(tmp_path, long_tiny, "--shutdown-grace", grace, "--api-workers", workers) as server:
         stream = Stream(server, {**LONG, "n": 8})
         assert stream.event()
         began = time.monotonic()
@@ -168,8 +158,8 @@ def join(server: ServeProcess, tokens: int) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_front_ends_that_have_joined_are_waited_for_too(tiny: str, tmp_path: Path, workers: str) -> None:
-    with serving(tmp_path, tiny, "--api-workers", workers) as server, join(server, 1500) as joined:
+def test_front_ends_that_have_joined_are_waited_for_too(long_tiny: str, tmp_path: Path, workers: str) -> None:
+    with serving(tmp_path, long_tiny, "--api-workers", workers) as server, join(server, 1500) as joined:
         os.kill(server.pid, signal.SIGTERM)
         until_draining(server)
         deadline = time.monotonic() + 5
@@ -184,8 +174,8 @@ def test_front_ends_that_have_joined_are_waited_for_too(tiny: str, tmp_path: Pat
         wait_until_gone(server.run_root, 2)
 
 
-def test_front_ends_that_have_joined_are_waited_for_no_longer_than_the_grace(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny, "--shutdown-grace", "0.5") as server, join(server, 4000) as joined:
+def test_front_ends_that_have_joined_are_waited_for_no_longer_than_the_grace(long_tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, long_tiny, "--shutdown-grace", "0.5") as server, join(server, 4000) as joined:
         began = time.monotonic()
         os.kill(server.pid, signal.SIGTERM)
         assert server.wait(10) == 0
@@ -193,8 +183,10 @@ def test_front_ends_that_have_joined_are_waited_for_no_longer_than_the_grace(tin
         assert joined.wait(10) == 1
 
 
-def test_an_engine_that_dies_while_others_are_waited_for_is_told_by_the_exit_code(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny) as server, join(server, 4000) as joined:
+def test_an_engine_that_dies_while_others_are_waited_for_is_told_by_the_exit_code(
+    long_tiny: str, tmp_path: Path
+) -> None:
+    with serving(tmp_path, long_tiny) as server, join(server, 4000) as joined:
         os.kill(server.pid, signal.SIGTERM)
         until_draining(server)
         os.kill(pid_of(server.run_root, "corellm.engine"), signal.SIGKILL)
@@ -202,8 +194,8 @@ def test_an_engine_that_dies_while_others_are_waited_for_is_told_by_the_exit_cod
         assert joined.wait(20) == 1
 
 
-def test_a_server_with_nothing_open_leaves_at_once_and_says_nothing(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny) as server:
+def test_a_server_with_nothing_open_leaves_at_once_and_says_nothing(long_tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, long_tiny) as server:
         assert post(server, {"prompt": [1], "max_tokens": 2}) == 200
         began = time.monotonic()
         os.kill(server.pid, signal.SIGINT)
@@ -212,11 +204,11 @@ def test_a_server_with_nothing_open_leaves_at_once_and_says_nothing(tiny: str, t
         assert "draining" not in server.stderr
 
 
-def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(tiny: str, tmp_path: Path) -> None:
+def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(long_tiny: str, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = ServeProcess(tmp_path, tiny, "--port", str(port))
+    server = ServeProcess(tmp_path, long_tiny, "--port", str(port))
     server.launch()
     try:
         deadline = time.monotonic() + 30
@@ -239,9 +231,9 @@ def test_while_it_starts_health_tells_the_stage_and_a_signal_ends_it(tiny: str, 
 
 @pytest.mark.parametrize(("victim", "workers"), [("corellm.engine", "2"), ("corellm.worker", "1")])
 def test_death_is_told_to_every_stream_and_by_the_exit_code(
-    tiny: str, tmp_path: Path, victim: str, workers: str
+    long_tiny: str, tmp_path: Path, victim: str, workers: str
 ) -> None:
-    with serving(tmp_path, tiny, "--api-workers", workers) as server:
+    with serving(tmp_path, long_tiny, "--api-workers", workers) as server:
         _wait_for_workers(server, int(workers))
         streams = [Stream(server, LONG) for _ in range(6)]
         assert all(stream.event() for stream in streams)
@@ -268,16 +260,16 @@ def test_api_workers_share_port_engine_and_metrics(shared: ServeProcess) -> None
     assert (names.count("corellm.engine"), names.count("corellm.openai_server")) == (1, 2)
 
 
-def test_the_death_of_an_api_worker_ends_the_server(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+def test_the_death_of_an_api_worker_ends_the_server(long_tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, long_tiny, "--api-workers", "2") as server:
         os.kill(pid_of(server.run_root, "corellm.openai_server"), signal.SIGKILL)
         assert server.wait(10) == 1
         assert "API worker 2 was killed by SIGKILL" in server.stderr
         wait_until_gone(server.run_root, 3)
 
 
-def test_the_death_of_the_main_process_takes_everything_along(tiny: str, tmp_path: Path) -> None:
-    with serving(tmp_path, tiny, "--api-workers", "2") as server:
+def test_the_death_of_the_main_process_takes_everything_along(long_tiny: str, tmp_path: Path) -> None:
+    with serving(tmp_path, long_tiny, "--api-workers", "2") as server:
         os.kill(server.pid, signal.SIGKILL)
         wait_until_gone(server.run_root, 3)
 
@@ -319,14 +311,14 @@ def test_keys_from_a_file_and_the_environment(shared: ServeProcess) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_tls(tiny: str, tmp_path: Path) -> None:
+def test_tls(long_tiny: str, tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
     subprocess.run([*words.split(), "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    with serving(tmp_path, tiny, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
+    with serving(tmp_path, long_tiny, "--tls-cert", str(certificate), "--tls-key", str(key)) as server:
         context = ssl.create_default_context(cafile=str(certificate))
         with urllib.request.urlopen(f"{server.url}/health", context=context, timeout=10) as response:
             assert json.load(response) == {"status": "ok"}
     assert "cannot be used" in refused(
-        "--model", tiny, "--port", "0", "--tls-cert", str(key), "--tls-key", str(key), code=2
+        "--model", long_tiny, "--port", "0", "--tls-cert", str(key), "--tls-key", str(key), code=2
     )

@@ -13,21 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.processes import pid_of, wait_until_gone
 from tests.support.serve_process import ServeProcess, serving
-from tests.support.tiny_llama import make_tiny_llama
 
 PIPE_BYTES = 4096
 REQUESTS = 200  # whose lines are many times as long
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tiny")
-    make_tiny_llama(path, max_positions=4096)
-    write_byte_tokenizer(path)
-    return str(path)
 
 
 def address_in(pipe: int) -> str:
@@ -41,8 +31,10 @@ def address_in(pipe: int) -> str:
 
 
 @pytest.mark.parametrize("options", [[], ["--log-format", "json"], ["--api-workers", "2"]], ids=["text", "json", "two"])
-def test_a_log_that_nobody_reads_costs_no_answer_and_no_exit(tiny: str, tmp_path: Path, options: list[str]) -> None:
-    server = ServeProcess(tmp_path, tiny, *options)
+def test_a_log_that_nobody_reads_costs_no_answer_and_no_exit(
+    long_tiny: str, tmp_path: Path, options: list[str]
+) -> None:
+    server = ServeProcess(tmp_path, long_tiny, *options)
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     try:
@@ -60,11 +52,11 @@ def test_a_log_that_nobody_reads_costs_no_answer_and_no_exit(tiny: str, tmp_path
         os.close(reading)
 
 
-def test_a_log_that_cannot_be_written_costs_nothing(tiny: str, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_costs_nothing(long_tiny: str, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = ServeProcess(tmp_path, tiny, "--port", str(port))
+    server = ServeProcess(tmp_path, long_tiny, "--port", str(port))
     server.url = f"http://127.0.0.1:{port}"
     try:
         with Path("/dev/full").open("wb") as full:
@@ -82,9 +74,9 @@ def test_a_log_that_cannot_be_written_costs_nothing(tiny: str, tmp_path: Path) -
         server.stop(patience_s=1)
 
 
-def test_json_lines_are_all_that_a_program_reads(tiny: str, tmp_path: Path) -> None:
+def test_json_lines_are_all_that_a_program_reads(long_tiny: str, tmp_path: Path) -> None:
     """From the start-up to the error that ends it."""
-    with serving(tmp_path, tiny, "--log-format", "json", "--api-workers", "2") as server:
+    with serving(tmp_path, long_tiny, "--log-format", "json", "--api-workers", "2") as server:
         server.get("/v1/models")
         os.kill(pid_of(server.run_root, "corellm.engine"), signal.SIGKILL)
         assert server.wait(10) == 1

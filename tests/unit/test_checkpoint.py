@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -18,6 +17,7 @@ from safetensors.numpy import save_file
 
 from corellm.checkpoint import open_checkpoint, read_header, weights_present
 from corellm.errors import CheckpointError, UnsupportedModelError
+from tests.support.out_of_reach import put_out_of_reach
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -322,14 +322,7 @@ def test_a_file_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         shard = weights.rename(tmp_path / "shard.safetensors")
         index = {"weight_map": dict.fromkeys(read_header(shard), shard.name)}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    plain = os.stat
-
-    def stat(path: str | Path, **options: Any) -> os.stat_result:
-        if os.fspath(path) == str(tmp_path / name):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return plain(path, **options)
-
-    monkeypatch.setattr(os, "stat", stat)
+    put_out_of_reach(monkeypatch, tmp_path / name)
     with pytest.raises(CheckpointError) as refused:
         open_checkpoint(tmp_path, "auto")
     assert refused.value.message == f"{tmp_path / name}: cannot be read: Permission denied"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import random
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import run
-from typing import Any
 
 import pytest
 import tokenizers
@@ -21,6 +18,7 @@ from tokenizers import decoders, models, normalizers
 from corellm.errors import CheckpointError
 from corellm.text.detokenizer import IncrementalDetokenizer
 from corellm.text.tokenizer import Tokenizer
+from tests.support.out_of_reach import put_out_of_reach
 
 TEXTS = (
     "",
@@ -204,14 +202,7 @@ def test_a_file_out_of_reach_is_named(
     chatml_tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     folder = shutil.copytree(chatml_tokenizer_folder, tmp_path / "model")
-    plain = os.stat
-
-    def stat(path: str | Path, **options: Any) -> os.stat_result:
-        if os.fspath(path) == str(folder / name):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return plain(path, **options)
-
-    monkeypatch.setattr(os, "stat", stat)
+    put_out_of_reach(monkeypatch, folder / name)
     with pytest.raises(CheckpointError, match=rf"{name}: cannot be read: Permission denied$"):
         Tokenizer.from_folder(folder)
 
