@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 Conversations = Iterable[Message] | Iterable[Iterable[Message]]
-Request = tuple[list[int], SamplingParams]
+Request = tuple[Sequence[int], SamplingParams]
 T = TypeVar("T")
 
 _AHEAD = 4  # requests handed to the engine for each slot that it has: enough to keep it full, few enough to hold
@@ -229,7 +229,7 @@ class EngineNode:
         engine = self._running()
         gate = asyncio.Semaphore(_AHEAD * engine.info.max_seqs)
 
-        async def one(prompt: list[int], sampling: SamplingParams) -> Completion:
+        async def one(prompt: Sequence[int], sampling: SamplingParams) -> Completion:
             async with gate:
                 return await engine.complete(prompt, sampling)
 

@@ -44,14 +44,14 @@ class FoundModel:
             return settings.max_model_len
         return min(settings.max_model_len, settings.kv_blocks * settings.page_size + 1)
 
-    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+    def encode_prompt(self, prompt: str | Sequence[int]) -> Sequence[int]:
         """Token ids of a plain prompt: text gets the model's BOS if it has one of its own, ids stay as they are.
 
         Raises `PromptTooLongError` for text that can be seen not to fit without encoding it, `InvalidRequestError`
         where there is no tokenizer.
         """
         if not isinstance(prompt, str):
-            return list(prompt)
+            return prompt
         if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer, so text cannot be encoded; send token ids", "prompt")
         self._check_length(prompt, self.tokenizer)

@@ -30,7 +30,8 @@ def check_request(sequence: Sequence, limits: Limits, room: int) -> None:
     prompt = sequence.prompt_len
     if prompt == 0:
         raise InvalidRequestError("the prompt has no tokens; it must have at least one", "prompt")
-    _check_ids("prompt", sequence.tokens, limits.vocab)
+    ids = sequence.token_array()
+    _check_ids("prompt", (int(ids.min()), int(ids.max())), limits.vocab)  # of thousands, the extremes tell
     _check_sampling(sequence.sampling, limits.vocab)
     if sequence.limit > room:
         where = "the context" if room == limits.max_model_len else "the KV cache"

@@ -15,10 +15,9 @@ Token counts, all from the first token of the prompt:
 from __future__ import annotations
 
 import enum
+from array import array
 from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from corellm.comms.codec import i32
 from corellm.comms.messages import I32, Request, Sampling
@@ -91,7 +90,7 @@ class Sequence:
         self.stop_ids = frozenset(request.sampling.stop_ids)
         self.order: Order = (request.priority, id)  # priority class, then arrival: ids only grow
         self.prompt_len = len(request.prompt)
-        self.tokens: list[int] = request.prompt.tolist()
+        self.tokens = array("i", request.prompt.tobytes())  # those known: int32, as messages carry them
         self.limit = self.prompt_len + request.sampling.max_tokens
 
         self.state = State.WAITING
@@ -138,7 +137,7 @@ class Sequence:
 
     def token_array(self, stop: int | None = None) -> I32:
         """The known tokens, up to `stop`."""
-        return i32(np.array(self.tokens[:stop], dtype=np.int32))
+        return i32(self.tokens[:stop])  # a copy: an array that is viewed cannot grow
 
 
 def by_order(sequence: Sequence) -> Order:

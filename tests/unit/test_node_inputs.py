@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ MESSAGE = {"role": "user", "content": "hi"}
         (np.array([1, 2, 3]), ONE),
         (np.array([[1, 2], [3, 4]], dtype=np.uint8), [[1, 2], [3, 4]]),
         ([np.int64(1), np.int32(2), 3], ONE),
+        ([HTTPStatus.OK, 3], [[200, 3]]),
         ([np.array([1, 2, 3])], ONE),
         ([np.array([1]), np.array([2, 3])], [[1], [2, 3]]),
         ([[np.int64(1)], range(2)], [[1], [0, 1]]),
@@ -46,6 +48,14 @@ def test_prompts_of_every_kind_become_texts_and_lists_of_ids(given: Any, expecte
     found = plain_prompts(given)
     assert found == expected
     assert {type(token) for prompt in found if not isinstance(prompt, str) for token in prompt} <= {int}
+
+
+def test_what_becomes_of_the_callers_list_does_not_matter() -> None:
+    given = [1, 2, 3]
+    for found in (plain_prompt(given), plain_prompts([given])[0], plain_prompts(given)[0]):
+        given.append(4)
+        assert found == [1, 2, 3]
+        del given[3:]
 
 
 def test_generators_are_prompts_ids_conversations_and_params() -> None:
