@@ -1,10 +1,10 @@
 """Attention of one layer of Llama 3.1 8B on a GPU, against what the arithmetic and the memory allow.
 
-    python -m benchmarks.attention_kernels [--page-size 64] [--cases prefill_1x8192 ...]
+    python -m benchmarks.attention_kernels [--page-size 64] [--cases prefill_1x8192 ...] [--peer 'COMMAND']
 
 Each case runs as a CUDA graph over several sets of inputs in turn, so that no set is left in the L2 cache; the median
 counts. `backend` is the whole path of `TritonBackend`; `hopper` the Gluon kernel alone, for rows of more than four new
-tokens.
+tokens. The peer is a command that prints lines of JSON, with "case" and "fa3_us"; it runs first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks import peer
 from benchmarks.graph_timing import microseconds
 from benchmarks.report import record
 from corellm.kernels import Backend, load_backend
@@ -26,15 +27,19 @@ from corellm.kernels.inputs import Heads, Rows
 
 HEADS = Heads(32, 8, 128)
 DTYPE = torch.bfloat16
+PEER_SECONDS = 240.0
 SET_BYTES = 200 << 20  # inputs that are gone through between two uses of one set: several times an L2 cache
 _RAGGED = random.Random(0)
 
 Case = list[tuple[int, int]]  # rows of (new tokens, context)
 CASES: dict[str, Case] = {
+    "decode_b1_l640": [(1, 640)],
     "decode_b1_l4096": [(1, 4096)],
     "decode_b1_l131072": [(1, 131072)],
     "decode_b16_l2048": [(1, 2048)] * 16,
+    "decode_b64_l640": [(1, 640)] * 64,
     "decode_b64_l1024": [(1, 1024)] * 64,
+    "decode_b128_l512": [(1, 512)] * 128,
     "decode_b256_l1024": [(1, 1024)] * 256,
     "decode_b256_ragged": [(1, _RAGGED.randint(100, 2048)) for _ in range(256)],
     "decode_b8_l32768": [(1, 32768)] * 8,
@@ -109,14 +114,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--peer", help="command that measures the peer")
     given = parser.parse_args()
+    lines = peer.lines(given.peer, PEER_SECONDS) if given.peer else []
+    theirs = {line["case"]: line["fa3_us"] for line in lines if "fa3_us" in line}
     torch.manual_seed(0)
     found = {}
     for name in given.cases:
-        found[name] = {key: round(value, 2) for key, value in measure(CASES[name], given.page_size).items()}
+        measured = measure(CASES[name], given.page_size)
+        if name in theirs:
+            measured["ratio"] = theirs[name] / measured["backend_us"]
+        found[name] = {key: round(value, 2) for key, value in measured.items()}
         print(f"{name:28} " + "  ".join(f"{key} {value:8}" for key, value in found[name].items()), flush=True)
         torch.cuda.empty_cache()
-    record("attention_kernels", {"page_size": given.page_size, "cases": found})
+    record("attention_kernels", {"page_size": given.page_size, "cases": found, "peer": lines})
 
 
 if __name__ == "__main__":

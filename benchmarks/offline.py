@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shlex
-import signal
-import subprocess
 import sys
-import threading
 import time
 from typing import Any
 
+from benchmarks import peer
 from benchmarks.report import record
 from benchmarks.workloads import WORKLOADS
 from corellm import EngineNode, SamplingParams
@@ -63,21 +59,6 @@ def ours(model: str, names: list[str], options: dict[str, Any]) -> tuple[float, 
         return ready, runs
 
 
-def peer(command: str, seconds: float) -> list[dict[str, Any]]:
-    """The runs that `command` prints within `seconds`."""
-    lines = []
-    with subprocess.Popen(shlex.split(command), stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        timer = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))  # its workers too
-        timer.start()
-        for line in process.stdout or ():
-            if line.startswith("{"):
-                lines.append(json.loads(line))
-                print(line, end="", flush=True)
-        process.wait()
-        timer.cancel()
-    return lines
-
-
 def rate(line: dict[str, Any]) -> float:
     """Tokens a second: of the prompt where that is the work, else of the output."""
     return float(line["in"] if line["workload"] == "prefill" else line["out"]) / float(line["s"])
@@ -96,7 +77,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="engine options as JSON")
     given = parser.parse_args()
     names = given.workloads or list(WORKLOADS)
-    theirs = peer(given.peer, given.peer_seconds) if given.peer else []
+    theirs = peer.lines(given.peer, given.peer_seconds) if given.peer else []
     ready, runs = ours(given.model, names, given.options)
     table = {}
     for name in names:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,12 +25,13 @@ from corellm.kernels.triton_backend import TritonBackend
 from corellm.kernels.tuning import AttentionTile, AttentionTuning, attention_tuning
 
 DECODES = [name for name in CASES if name.startswith("decode")]
+SHOWN = 8  # of the best
 PREFILLS = [name for name in CASES if name.startswith(("prefill", "suffix"))]
 
 
 def narrow_tiles() -> Iterator[AttentionTile]:
-    for block_n, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (1, 2, 3)):
-        yield AttentionTile(16, block_n, warps, stages, programs, min_split=4)
+    for (block_n, warps), stages, programs in itertools.product(((32, 1), (32, 2), (64, 2)), (2, 3, 4), (2, 3, 4)):
+        yield AttentionTile(16, block_n, warps, stages, programs, min_split=64 // block_n)
 
 
 def wide_tiles() -> Iterator[AttentionTile]:
@@ -37,30 +39,32 @@ def wide_tiles() -> Iterator[AttentionTile]:
         yield AttentionTile(block_m, block_n, warps, stages, programs_per_sm=1 if warps == 8 else 2, min_split=4)
 
 
-def times(tuning: AttentionTuning, names: list[str], page_size: int) -> dict[str, float] | None:
-    """µs of each case, None where the tile does not fit the card."""
-    device = torch.device("cuda", 0)
-    backend = TritonBackend(device, DTYPE, tuning, hopper=False)
-    found = {}
-    for name in names:
+def times(name: str, tunings: list[AttentionTuning], page_size: int) -> list[float]:
+    """µs of one case by each tuning; infinite where the tile does not fit the card."""
+    device, inputs = torch.device("cuda", 0), Inputs(CASES[name], page_size)
+    found = []
+    for tuning in tunings:
+        backend = TritonBackend(device, DTYPE, tuning, hopper=False)
         try:
-            found[name] = microseconds(backend_calls(backend, Inputs(CASES[name], page_size), page_size))
+            found.append(microseconds(backend_calls(backend, inputs, page_size)))
         except Exception as error:  # noqa: BLE001  Triton has one class for each limit of a card
             print(f"left out: {tuning}: {type(error).__name__}")
-            return None
+            found.append(math.inf)
     return found
 
 
 def tune(kind: str, tiles: Iterator[AttentionTile], names: list[str], page_size: int) -> list[dict[str, object]]:
     """Candidates, best first, with how far each is from the best of every case on average."""
-    base = attention_tuning(torch.cuda.get_device_capability(), DTYPE)
-    measured = ((tile, times(replace(base, **{kind: tile}), names, page_size)) for tile in tiles)
-    runs = [(tile, found) for tile, found in measured if found is not None]
-    best = {name: min(found[name] for _, found in runs) for name in names}
-    ranked = sorted((statistics.fmean(found[n] / best[n] for n in names), str(tile), found) for tile, found in runs)
-    for score, tile, found in ranked[:5]:
-        print(f"{score:.3f}  {tile}  " + "  ".join(f"{name} {micros:.1f}" for name, micros in found.items()))
-    return [{"score": score, "tile": tile, "us": found} for score, tile, found in ranked]
+    base, candidates = attention_tuning(torch.cuda.get_device_capability(), DTYPE), list(tiles)
+    tunings = [replace(base, **{kind: tile}) for tile in candidates]
+    by_case = {name: times(name, tunings, page_size) for name in names}
+    found = [{name: by_case[name][i] for name in names} for i in range(len(candidates))]
+    best = {name: min(times) for name, times in by_case.items()}
+    scores = [statistics.fmean(times[name] / best[name] for name in names) for times in found]
+    ranked = sorted(zip(scores, map(str, candidates), found, strict=True), key=lambda line: line[0])
+    for score, tile, times_of in ranked[:SHOWN]:
+        print(f"{score:.3f}  {tile}  " + "  ".join(f"{name} {micros:.1f}" for name, micros in times_of.items()))
+    return [{"score": score, "tile": tile, "us": times_of} for score, tile, times_of in ranked if score < math.inf]
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from corellm.kernels.inputs import Rows
 from corellm.kernels.tuning import AttentionTile
 
-ITEM_FIELDS = 8  # 32 bytes, so that lists laid end to end keep the alignment kernels are compiled for
+ITEM_FIELDS = 12  # 48 bytes: a list's end is aligned as its start is
 MERGE_FIELDS = 4
 ROUNDS = (1, 2, 4)  # ways to split that are looked at: so many rounds of equal items
 ITEM_COST = 2  # KV tiles: about what starting an item and merging its result take
@@ -26,14 +26,20 @@ class AttentionWork:
 
     items, int32 [i, ITEM_FIELDS]: first query token, number of query tokens, row of the block table, positions the
     first token sees, first and last position (exclusive) of this item, slot of its partial result or -1 where it
-    writes the output itself, positions of the row that hold KV.
-    merges, int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first
-    slot, number of slots.
+    writes the output itself, positions of the row that hold KV, first slot of its tile, items of its tile, nothing.
     """
 
     items: NDArray[np.int32]
-    merges: NDArray[np.int32]
     slots: int
+
+    def merges(self) -> NDArray[np.int32]:
+        """int32 [m, MERGE_FIELDS], for each query token whose tile was split: token, its index in the tile, first slot,
+        number of slots."""
+        token, count, slot, first, splits = self.items[:, (0, 1, 6, 8, 9)].T
+        split = np.flatnonzero((slot == first) & (splits > 1))
+        of = np.repeat(split, count[split])
+        local = _ranks(count[split])
+        return np.stack((token[of] + local, local, first[of], splits[of]), axis=1).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +74,21 @@ def plan_work(
     start = index * step[of] * tile.block_n
     stop = np.minimum(start + step[of] * tile.block_n, ends[of])
     slot = np.where(splits[of] > 1, first_slot[of] + index, -1)
-    fields = (tiles.token[of], tiles.count[of], tiles.slot[of], tiles.visible[of], start, stop, slot, tiles.context[of])
+    items = np.zeros((len(of), ITEM_FIELDS), np.int32)
+    items[:, :10] = np.stack(
+        (
+            tiles.token[of], tiles.count[of], tiles.slot[of], tiles.visible[of], start, stop, slot, tiles.context[of],
+            first_slot[of], splits[of],
+        ),
+        axis=1,
+    )  # fmt: skip
     longest_first = np.argsort(start - stop, kind="stable")  # short ones fill the gaps at the end
-    items = np.stack(fields, axis=1)[longest_first].astype(np.int32)
-
-    split = np.flatnonzero(splits > 1)
-    tokens = np.repeat(split, tiles.count[split])
-    local = _ranks(tiles.count[split])
-    merges = np.stack((tiles.token[tokens] + local, local, first_slot[tokens], splits[tokens]), axis=1)
-    return AttentionWork(items, merges.astype(np.int32), int(splits[split].sum()))
+    return AttentionWork(items[longest_first], int(splits[splits > 1].sum()))
 
 
-def most_items(tiles: int, programs: int) -> int:
+def most_items(tiles: int, programs: int, tile: AttentionTile) -> int:
     """No work for so many tiles has more items than this: a split ends an item short of its length once a tile."""
-    return tiles + programs * max(ROUNDS)
-
-
-def most_split(tiles: int, programs: int) -> int:
-    """Nor more tiles that are split: each of those is longer than one item of the longest."""
-    return min(tiles, programs * max(ROUNDS))
+    return min(tiles + programs * max(ROUNDS), tiles * tile.max_splits)
 
 
 def _longest_item(lengths: NDArray[np.int64], tile: AttentionTile, programs: int) -> int:

@@ -39,7 +39,7 @@ def worst_error(
     parts = (max(work.slots, 1), heads.kv, TILE.block_m)
     partials, stats = torch.full((*parts, heads.dim), torch.nan, device="cuda"), torch.full(parts, torch.nan).cuda()
     out = torch.full((len(case.q), heads.count * heads.dim), torch.nan, dtype=dtype, device="cuda")
-    items, merges = (torch.from_numpy(x).cuda() for x in (work.items, work.merges))
+    items, merges = (torch.from_numpy(x).cuda() for x in (work.items, work.merges()))
     counts = torch.tensor([len(items), len(merges)], dtype=torch.int32, device="cuda")
     prefill = HopperPrefill(heads, page_size, sms)
     prefill.run(case.q, case.k, case.v, out, items, counts, case.block_table, partials, stats)

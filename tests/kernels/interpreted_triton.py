@@ -33,10 +33,20 @@ def test_attention_of_a_mix(heads: Heads, page_size: int) -> None:
     assert AttentionCase.make(rows, heads, page_size, seed=page_size).worst_error(BACKEND) < 1e-5
 
 
-@pytest.mark.parametrize("new", [1, 12, 40])
-def test_attention_split_over_many_programs(new: int) -> None:
-    case = AttentionCase.make([(350 - new, new), (3, 1)], Heads(2, 1, 16), 16)
+@pytest.mark.parametrize("heads", [Heads(2, 1, 16), Heads(3, 1, 16), Heads(4, 2, 16)])
+@pytest.mark.parametrize("new", [1, 4, 12, 40])
+def test_attention_split_over_many_programs(heads: Heads, new: int) -> None:
+    case = AttentionCase.make([(350 - new, new), (3, 1), (200, 2)], heads, 16)
     assert case.worst_error(TritonBackend(CPU, torch.float32, TUNING, sms=40)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [[(350, 1), (90, 17)], [(350, 1)], [(700, 30), (2, 1), (40, 3)]])
+def test_lists_stay_aligned(rows: list[tuple[int, int]]) -> None:
+    """Triton compiles a kernel once more for pointers of another alignment: not in the middle of a step."""
+    case = AttentionCase.make(rows, Heads(3, 1, 16), 16)
+    plan = TritonBackend(CPU, torch.float32, TUNING, sms=40).plan_attention(case.rows, case.heads, 16)
+    attend = plan.bind(torch.from_numpy(plan.words), case.block_table)
+    assert all(part.storage_offset() % 4 == 0 for lists in attend._lists for part in lists)
 
 
 @pytest.mark.parametrize("heads", [Heads(20, 1, 16), Heads(2, 1, 8), Heads(2, 1, 24)])

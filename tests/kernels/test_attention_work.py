@@ -33,7 +33,7 @@ def test_every_query_sees_its_positions_once(rows: list[tuple[int, int]], progra
     work = plan(rows, programs)
     seen: Counter[int] = Counter()
     pieces: dict[int, list[tuple[int, int, int]]] = {}
-    for token, count, row, visible, start, stop, slot, _ in work.items.tolist():
+    for token, count, row, visible, start, stop, slot, *_ in work.items.tolist():
         assert start % TILE.block_n == 0
         assert start < stop
         first = sum(new for _, new in rows[:row])
@@ -46,7 +46,7 @@ def test_every_query_sees_its_positions_once(rows: list[tuple[int, int]], progra
 
     used = [slot for found in pieces.values() for _, _, slot in found if slot >= 0]
     assert sorted(used) == list(range(work.slots))
-    merged = {token: (local, first, splits) for token, local, first, splits in work.merges.tolist()}
+    merged = {token: (local, first, splits) for token, local, first, splits in work.merges().tolist()}
     for token, count, *_ in work.items.tolist():
         found = sorted(pieces[token])
         assert all(a[1] == b[0] for a, b in pairwise(found))
@@ -56,6 +56,9 @@ def test_every_query_sees_its_positions_once(rows: list[tuple[int, int]], progra
         assert [slot for *_, slot in found] == (
             [-1] if len(found) == 1 else [found[0][2] + i for i in range(len(found))]
         )
+    for token, *_, slot, _, first, splits, _, _ in work.items.tolist():
+        assert splits == len(pieces[token])
+        assert slot == -1 or first == min(found for _, _, found in pieces[token])
 
 
 @pytest.mark.parametrize(

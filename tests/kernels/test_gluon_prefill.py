@@ -56,7 +56,7 @@ def emulate(case: AttentionCase, work: AttentionWork, programs: int) -> np.ndarr
         *(Pointer(x.reshape(-1)) for x in (*memory, table)), table.shape[1], heads.scale * math.log2(math.e),
         HEADS=heads.count, KV_HEADS=heads.kv, PAGE=page_size,
     )  # fmt: skip
-    for token, local, first, splits in work.merges.tolist():
+    for token, local, first, splits in work.merges().tolist():
         for head in range(heads.count):
             group, row = head // heads.group, local * heads.group + head % heads.group
             stat = stats[first : first + splits, group, row]
@@ -79,7 +79,7 @@ def test_attention_of_a_mix(rows: list[tuple[int, int]], heads: Heads, page_size
 def test_no_work_is_no_deadlock() -> None:
     case = AttentionCase.make([(0, 3)], Heads(4, 1, 128), 64)
     work = plan(case, 2)
-    nothing = AttentionWork(work.items[:0], work.merges, 0)
+    nothing = AttentionWork(work.items[:0], 0)
     assert np.isnan(emulate(case, nothing, 2)).all()
 
 

@@ -27,6 +27,7 @@ SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB a program may use
 POINTERS = {"q", "k", "v", "out", "x", "residual", "weight", "gate_up", "qkv", "cos", "sin"}
 TYPES = {
     "work": "*i32", "counts": "*i32", "table": "*i32", "partials": "*fp32", "stats": "*fp32", "kv_slots": "*i64",
+    "arrivals": "*i32",
     "positions": "*i64", "table_stride": "i32", "q_stride": "i32", "width": "i32",
     "slots": "*i32", "tokens": "*i32", "found": "*i32", "places": "*i64", "count": "i32",
     "tokens_stride": "i32", "scale": "fp32", "eps": "fp32", "peers": ("i64", "i64"), "part": "i32", "flags": "i32",
@@ -74,7 +75,7 @@ def attention_sizes(tile: AttentionTile, page_size: int = 64) -> dict[str, objec
 @pytest.mark.parametrize("kind", ["narrow", "wide"])
 def test_attention_compiles_and_fits_shared_memory(capability: int, kind: str) -> None:
     tile = getattr(attention_tuning(divmod(capability, 10), torch.bfloat16), kind)
-    sizes = attention_sizes(tile, 64 if kind == "wide" else 16)
+    sizes = attention_sizes(tile, 64 if kind == "wide" else 16) | {"MERGE": kind == "narrow"}
     used = shared_memory(triton_attention.paged_attention_kernel, capability, "bf16", tile.warps, tile.stages, **sizes)
     assert used <= SHARED_MEMORY[capability] << 10
 
