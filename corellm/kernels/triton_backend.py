@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import torch
+
+# What compiling imports by itself, in cycles that deadlock where several threads begin to compile at the same time.
+import triton.compiler.code_generator
+import triton.language.extra.libdevice  # noqa: F401
 from torch import Tensor
 
 from corellm.kernels import (

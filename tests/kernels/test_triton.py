@@ -80,6 +80,27 @@ def test_attention_compiles_and_fits_shared_memory(capability: int, kind: str) -
     assert used <= SHARED_MEMORY[capability] << 10
 
 
+def test_compiling_imports_nothing() -> None:
+    """Threads that import the modules of one cycle at the same time end in a deadlock error, and a start with them."""
+    script = """
+import sys
+from corellm.kernels import triton_attention, triton_backend
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+sizes = {"HEADS": 2, "KV_HEADS": 1, "DIM": 16, "BLOCK_M": 16, "PDL": True}
+signature = {"partials": "*fp32", "stats": "*fp32", "out": "*fp32", "work": "*i32", "counts": "*i32"}
+known = set(sys.modules)
+compile(
+    ASTSource(triton_attention.merge_partials_kernel, signature | dict.fromkeys(sizes, "constexpr"), sizes, {}),
+    target=GPUTarget("cuda", 90, 32),
+)
+print(*(name for name in set(sys.modules) - known if name.startswith("triton")))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == []
+
+
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_small_kernels_compile(capability: int) -> None:
     shared_memory(triton_attention.merge_partials_kernel, capability, "bf16", 2, 2, **HEADS, BLOCK_M=16)
