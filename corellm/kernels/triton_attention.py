@@ -21,7 +21,7 @@ from corellm.kernels.attention_work import ITEM_FIELDS, MERGE_FIELDS
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _MERGE_FIELDS = tl.constexpr(MERGE_FIELDS)
-_MERGED_AT_ONCE = tl.constexpr(64)  # rows of partial results
+_MERGED_AT_ONCE = tl.constexpr(16)  # splits, of no more than 64 rows in all
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def paged_attention_kernel(
 def _store_merged(out, partials, stats, origin, splits, STEP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
     """out [HEADS, DIM] of one query token from its `splits` partial results, in rows origin + split * STEP + head."""
     GROUP: tl.constexpr = triton.next_power_of_2(HEADS)
-    AT_ONCE: tl.constexpr = _MERGED_AT_ONCE // GROUP if GROUP < _MERGED_AT_ONCE else 1
+    AT_ONCE: tl.constexpr = _MERGED_AT_ONCE if GROUP <= 4 else triton.cdiv(64, GROUP)
     head, dims = tl.arange(0, GROUP), tl.arange(0, DIM)
     acc = tl.zeros([GROUP, DIM], tl.float32)
     peak = tl.full([GROUP], -float("inf"), tl.float32)
