@@ -326,10 +326,12 @@ WorkerCommand = AllocateKV | StepPlan | Shutdown
 
 
 class WeightsLoaded(Message, frozen=True, kw_only=True):
-    """Worker to engine: weights are in the slab. `block_budget` KV blocks fit behind them."""
+    """Worker to engine: weights are in the slab. `block_budget` KV blocks fit behind them, `max_seqs` is what it has
+    tables for."""
 
     rank: int
     block_budget: int
+    max_seqs: int
     device_name: str
 
 

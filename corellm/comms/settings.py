@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     max_batch_tokens: int
-    max_seqs: int
+    max_seqs: int | None  # None: as many as the GPU is large enough for
     kv_cache: str
     page_size: int
     kv_blocks: int | None  # None: as many as the memory budget holds

@@ -26,7 +26,7 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     if length > longest:
         raise OptionError(f"--max-model-len is {length}; this model allows up to {longest}")
     on_gpu = device == "cuda"
-    max_seqs, max_batch_tokens = _batch(options, *((512, 8192) if on_gpu else (64, 1024)))
+    max_seqs, max_batch_tokens = _batch(options, *((None, 8192) if on_gpu else (64, 1024)))
     return Settings(
         model=options.model or launch.model_path,
         model_path=launch.model_path,
@@ -48,17 +48,20 @@ def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
     )
 
 
-def _batch(options: EngineOptions, seqs: int, tokens: int) -> tuple[int, int]:
-    """Sequences and tokens of a step, which must have room to prefill while every sequence decodes."""
+def _batch(options: EngineOptions, seqs: int | None, tokens: int) -> tuple[int | None, int]:
+    """Sequences and tokens of a step, which must have room to prefill while every sequence decodes.
+
+    seqs, tokens: what they are unless options say; None leaves it open.
+    """
     if options.max_batch_tokens is None:
         max_seqs = options.max_seqs or seqs
-        return max_seqs, max(tokens, 2 * max_seqs)
+        return max_seqs, max(tokens, 2 * (max_seqs or 0))
     if options.max_batch_tokens < 2:
         raise OptionError(
             f"--max-batch-tokens is {options.max_batch_tokens}; it must be at least 2, and above --max-seqs"
         )
-    max_seqs = options.max_seqs or min(seqs, max(1, options.max_batch_tokens // 2))
-    if options.max_batch_tokens <= max_seqs:
+    max_seqs = options.max_seqs or (seqs and min(seqs, max(1, options.max_batch_tokens // 2)))
+    if max_seqs and options.max_batch_tokens <= max_seqs:
         raise OptionError(
             f"--max-batch-tokens is {options.max_batch_tokens}; with --max-seqs {max_seqs} it must be at least "
             f"{max_seqs + 1}"

@@ -98,9 +98,10 @@ class Startup:
 
     def _allocate(self) -> Scheduler:
         settings = self._settings
-        blocks = self.workers.allocate(settings)
+        allocated = self.workers.allocate(settings)
+        blocks = allocated.num_blocks
         self._report(Progress(stage="allocate KV", done=blocks, total=blocks, unit="blocks"))
-        limits = Limits(settings.max_seqs, settings.max_batch_tokens, settings.max_model_len, self._spec.vocab)
+        limits = Limits(allocated.max_seqs, settings.max_batch_tokens, settings.max_model_len, self._spec.vocab)
         return Scheduler(limits, make_allocator(settings.kv_cache, blocks, settings.page_size), time.monotonic)
 
     def _describe(self, scheduler: Scheduler) -> EngineInfo:
@@ -117,7 +118,7 @@ class Startup:
             kv_blocks=scheduler.kv.num_blocks,
             max_model_len=settings.max_model_len,
             max_batch_tokens=settings.max_batch_tokens,
-            max_seqs=settings.max_seqs,
+            max_seqs=scheduler.limits.max_seqs,
             vocab=self._spec.vocab,
             seed=settings.seed,
             load_format=settings.load_format,

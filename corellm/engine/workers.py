@@ -84,18 +84,16 @@ class Workers:
             except zmq.Again:
                 raise EngineDeadError(f"worker {rank} does not read its commands") from None
 
-    def allocate(self, settings: Settings) -> int:
-        """Once every rank has loaded: settle on the block count that all of them hold, and tell them."""
-        blocks = min(loaded.block_budget for loaded in self._loaded.values())
-        self.send(
-            AllocateKV(
-                num_blocks=blocks,
-                max_batch_tokens=settings.max_batch_tokens,
-                max_seqs=settings.max_seqs,
-                max_model_len=settings.max_model_len,
-            )
+    def allocate(self, settings: Settings) -> AllocateKV:
+        """Once every rank has loaded: settle on the blocks and sequences that all of them hold, and tell them."""
+        command = AllocateKV(
+            num_blocks=min(loaded.block_budget for loaded in self._loaded.values()),
+            max_batch_tokens=settings.max_batch_tokens,
+            max_seqs=min(loaded.max_seqs for loaded in self._loaded.values()),
+            max_model_len=settings.max_model_len,
         )
-        return blocks
+        self.send(command)
+        return command
 
     def receive(self, report: Callable[[Progress], None] | None = None) -> Iterator[StepResult]:
         """Drain what workers sent: results out, progress to `report`.

@@ -40,7 +40,7 @@ from corellm.comms.run_folder import RunFolder
 from corellm.comms.settings import Settings, read_settings
 from corellm.errors import CoreLLMError, OutOfMemoryError
 from corellm.models.llama.spec import weight_table
-from corellm.worker.budget import block_budget
+from corellm.worker.budget import block_budget, seq_budget
 from corellm.worker.collectives import SingleRank, TorchDistributed, make_collectives
 from corellm.worker.executor import Executor, Launched
 from corellm.worker.slab import Slab
@@ -190,5 +190,6 @@ class Worker:
             spec, weights, kv_memory, page_size=settings.page_size, device=device, dtype=dtype, group=group
         )
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        self.send(WeightsLoaded(rank=rank, block_budget=blocks, device_name=name))
+        seqs = seq_budget(settings, device)
+        self.send(WeightsLoaded(rank=rank, block_budget=blocks, max_seqs=seqs, device_name=name))
         return executor

@@ -10,7 +10,7 @@ from corellm.comms.settings import Settings
 from corellm.errors import OutOfMemoryError
 from corellm.models.llama.spec import LlamaSpec
 from corellm.worker import budget
-from corellm.worker.budget import block_budget, table_bytes
+from corellm.worker.budget import block_budget, seq_budget, table_bytes
 from corellm.worker.slots import SlotTables
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_tables_that_memory_cannot_hold_name_the_option(monkeypatch: pytest.Monk
 def test_tables_are_counted_as_they_are_made() -> None:
     made = SlotTables(max_seqs=64, max_model_len=4096, num_blocks=8, page_size=16, vocab=258, device=CPU)
     rotary = 2 * 4096 * SPEC.head_dim * 4
-    assert table_bytes(SETTINGS, SPEC, torch.float32) - rotary == pytest.approx(made.memory.nbytes, rel=0.01)
+    assert table_bytes(SETTINGS, 64, SPEC, torch.float32) - rotary == pytest.approx(made.memory.nbytes, rel=0.01)
 
 
 def test_blocks_are_a_share_of_memory_and_no_more_than_slots_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +81,13 @@ def test_blocks_are_a_share_of_memory_and_no_more_than_slots_can_use(monkeypatch
     monkeypatch.setattr(budget, "available_memory", lambda: 4 << 20)
     with pytest.raises(OutOfMemoryError, match="a useful KV cache"):
         block_budget(SETTINGS, SPEC, 10**6, CPU)
+
+
+@pytest.mark.parametrize(
+    ("gib", "tokens", "seqs"), [(140, 8192, 1024), (80, 8192, 1024), (24, 8192, 384), (8, 8192, 128), (80, 100, 50)]
+)
+def test_sequences_by_the_size_of_the_gpu(monkeypatch: pytest.MonkeyPatch, gib: int, tokens: int, seqs: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gib * GIB, gib * GIB))
+    gpu = torch.device("cuda", 0)
+    assert seq_budget(settings(max_seqs=None, max_batch_tokens=tokens), gpu) == seqs
+    assert seq_budget(settings(max_seqs=7), gpu) == 7
