@@ -8,8 +8,9 @@ Rules, in order of precedence:
 
 1. Every running sequence decodes first, one token each, the most urgent and oldest first.
 2. What is left of the token budget goes to prefills in progress, in the same order, in chunks.
-3. Then waiting sequences enter, by priority class and arrival, while slots and blocks last. The head never yields to a
-   smaller one behind it. Those that await a mask are not in the queue yet.
+3. Then waiting sequences enter, by priority class and arrival, while slots and blocks last: one block has to be left
+   for each running sequence of their class or above that may need one, or they would soon be preempted for it. The head
+   never yields to a smaller one behind it. Those that await a mask are not in the queue yet.
 4. A decode that needs a block evicts cached blocks; if there are none, the youngest of the lowest class is preempted:
    its blocks become cached, it waits again and recomputes what was evicted meanwhile. So the oldest always progresses.
 5. A constrained sequence samples only while its mask is known, which is once its last token is: it alone falls back
@@ -26,7 +27,7 @@ the same step, may attend to them: workers run steps in order and write a layer'
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -290,7 +291,8 @@ class Scheduler:
         if not self._free_slots:
             return False
         tokens, reuse = sequence.known(), sequence.scored == sequence.prompt_len
-        allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt, reuse=reuse)
+        spare = self._spare(sequence)
+        allocation = self.kv.open(sequence.id, tokens, sequence.cache_salt, reuse=reuse, spare=spare)
         if allocation is None:
             return False
         self.waiting.remove(sequence)
@@ -313,6 +315,11 @@ class Scheduler:
             )
         )
         return True
+
+    def _spare(self, sequence: Sequence) -> int:
+        """Blocks to be left when this one enters: one for each that runs, is not preempted before it and may grow."""
+        kept = bisect_left(self.running, (sequence.order[0] + 1, 0), key=by_order)
+        return sum(other.limit - 1 > other.capacity for other in self.running[:kept])
 
     def _feed(self, sequence: Sequence, draft: Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""
@@ -351,7 +358,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence) -> None:
         """Preempt sequences of a lower class for the head of the queue: one slot, and as many blocks as it can need."""
-        blocks = -(-sequence.total // self.kv.page_size) if self._free_slots else 0
+        blocks = -(-sequence.total // self.kv.page_size) + self._spare(sequence) if self._free_slots else 0
         coming = self.kv.available + sum(s.capacity // self.kv.page_size for s in self._retiring)
         slots = len(self._free_slots) + len(self._retiring)
         while (slots < 1 or coming < blocks) and self.running and self.running[-1].order[0] > sequence.order[0]:

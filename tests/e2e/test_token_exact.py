@@ -23,7 +23,8 @@ PROMPTS = int(os.environ.get("CORELLM_EXACT_PROMPTS", "28"))
 NEW_TOKENS = 12
 CORPUS = Path(__file__).parents[2] / "LICENSE"
 CHUNKS = {"whole": 4096, "tiny": 40}
-BLOCKS = {"ample": None, "few": 110}  # of 4 tokens: the longest request takes 103
+# Blocks and tokens in one. Few are of one token, so that sequences often need one; the longest request takes 411.
+BLOCKS = {"ample": (None, 4), "few": (430, 1)}
 
 
 def mixed_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -88,13 +89,14 @@ def test_many_ranks_equal_transformers(tmp_path: Path, tp: int) -> None:
 def run(
     path: Path, prompts: list[list[int]], truth: list[Greedy], *, cache: str, chunks: str, blocks: str, tp: int
 ) -> None:
+    count, page_size = BLOCKS[blocks]
     with EngineNode(
         str(path),
         device="cpu",
         kv_cache=cache,
         max_batch_tokens=CHUNKS[chunks],
-        kv_blocks=BLOCKS[blocks],
-        page_size=4,
+        kv_blocks=count,
+        page_size=page_size,
         max_model_len=700,
         max_seqs=32,
         tp=tp,

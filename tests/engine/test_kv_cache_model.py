@@ -86,9 +86,9 @@ class Model:
             if other[0] == salt and len(other[1]) > len(tokens) and other[1][: len(tokens)] == tokens
         ]
 
-    def take(self, given: list[int] | None, count: int, kept: list[Page]) -> bool:
+    def take(self, given: list[int] | None, count: int, kept: list[Page], spare: int = 0) -> bool:
         """Whether `given` is a right answer to a request for `count` blocks; evicts what had to go for it."""
-        if count > len(self.free()) + len(self.cached() - {page.block for page in kept}):
+        if count + spare > len(self.free()) + len(self.cached() - {page.block for page in kept}):
             assert given is None
             return False
         assert given is not None
@@ -144,16 +144,16 @@ class Twins:
         self.real: KVCacheAllocator = make_allocator(kind, num_blocks, page_size)
         self.model = Model(num_blocks, page_size, reuses=kind == "radix")
 
-    def open(self, name: int, salt: str, tokens: list[int]) -> None:
+    def open(self, name: int, salt: str, tokens: list[int], spare: int = 0) -> None:
         model, page = self.model, self.model.page_size
         if name in model.owners:
             with pytest.raises(ValueError, match=f"owner {name} is open already"):
                 self.real.open(name, np.array(tokens, np.int32), salt)
             return
         found = model.found(salt, tokens)
-        given = self.real.open(name, np.array(tokens, np.int32), salt)
+        given = self.real.open(name, np.array(tokens, np.int32), salt, spare=spare)
         fresh = None if given is None else given.blocks[len(found) :]
-        if not model.take(fresh, -(-len(tokens) // page) - len(found), kept=found):
+        if not model.take(fresh, -(-len(tokens) // page) - len(found), found, spare):
             return
         assert given is not None
         assert given.blocks[: len(found)] == [known.block for known in found]
@@ -215,7 +215,7 @@ def operate(twins: Twins, rng: random.Random, salts: list[str], alphabet: int, l
     owners = twins.model.owners
     if name not in owners:
         if rng.random() < 0.9:
-            twins.open(name, salt, tokens)
+            twins.open(name, salt, tokens, spare=rng.choice([0, 0, 1, 3]))
         else:
             twins.extend(name, 1)
             twins.publish(name, 1)
@@ -272,10 +272,10 @@ class RadixMachine(RuleBasedStateMachine):
         self.twins = Twins("radix", num_blocks=6, page_size=2)
         self.probe = ("", [0])
 
-    @rule(name=names, salt=salts, tokens=tokens)
-    def open(self, name: int, salt: str, tokens: list[int]) -> None:
+    @rule(name=names, salt=salts, tokens=tokens, spare=st.integers(0, 2))
+    def open(self, name: int, salt: str, tokens: list[int], spare: int) -> None:
         self.probe = (salt, tokens)
-        self.twins.open(name, salt, tokens)
+        self.twins.open(name, salt, tokens, spare)
 
     @rule(name=names, count=st.integers(0, 3), tokens=tokens)
     def extend(self, name: int, count: int, tokens: list[int]) -> None:

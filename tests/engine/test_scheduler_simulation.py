@@ -53,6 +53,7 @@ MUST_HAPPEN = (
     "shared",
     "held back",
     "waited its turn",
+    "left room",
     "shared no more",
 )
 MOST_EVENTS = 3000  # a world that needs more is stuck
@@ -207,6 +208,7 @@ class World:
         if retiring or not grows:
             assert all(first is not None and first < s.order[0] for s in left), "a preemption that nothing asked for"
         self.results.append(replace(self.worker.run(plan), seconds=self.rng.choice([0.001, 0.02, 0.05])))
+        self.check_room_to_grow({opening.slot for opening in plan.opens})
 
     def collect(self) -> None:
         slots = {sequence: sequence.slot for sequence in self.sequences}
@@ -320,6 +322,15 @@ class World:
         if spent < self.limits.max_batch_tokens and not left:
             self.check_classes()
         return left
+
+    def check_room_to_grow(self, opened: set[int]) -> None:
+        """Whoever enters leaves a block for each that may come to need one and is not preempted before it."""
+        running, slots = self.scheduler.running, self.slots_by_sequence()
+        for last in [s for s in running if s.slot in opened][-1:]:
+            kept = [s for s in running if s is not last and s.order[0] <= last.order[0]]
+            growing = [s for s in kept if s.limit - 1 > len(slots[s.id].blocks) * self.page]
+            assert self.kv.available >= len(growing), "who enters takes what the others will need"
+            self.counts["left room"] += bool(growing)
 
     def check_progress(self, rows: dict[int, int], before: list[Sequence], decoding: list[Sequence]) -> None:
         """With nothing in flight, no fence is left to wait for: the oldest must advance now, or a more urgent one."""

@@ -34,12 +34,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]
 
 
 @pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize(("cache", "tokens", "blocks"), [("naive", 4096, None), ("radix", 40, 44)])
+@pytest.mark.parametrize(("cache", "tokens", "blocks", "page"), [("naive", 4096, None, 16), ("radix", 40, 430, 1)])
 def test_greedy_ids_equal_transformers(
-    case: tuple[Path, list[list[int]], list[Greedy]], cache: str, tokens: int, blocks: int | None, tp: int
+    case: tuple[Path, list[list[int]], list[Greedy]], cache: str, tokens: int, blocks: int | None, page: int, tp: int
 ) -> None:
     path, prompts, truth = case
-    options = {"kv_cache": cache, "max_batch_tokens": tokens, "kv_blocks": blocks, "page_size": 16, "tp": tp}
+    options = {"kv_cache": cache, "max_batch_tokens": tokens, "kv_blocks": blocks, "page_size": page, "tp": tp}
     with EngineNode(str(path), device="cuda", dtype="float32", max_model_len=700, max_seqs=32, **options) as engine:
         found = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
         stats = idle_stats(engine)

@@ -49,8 +49,10 @@ class KVCacheAllocator(Protocol):
         """How many leading tokens have their KV at hand: whole pages, never all of `tokens`. Changes nothing."""
         ...
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
-        """Give `owner` a block for every page of `tokens`, or None if they do not suffice.
+    def open(
+        self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True, spare: int = 0
+    ) -> Allocation | None:
+        """Give `owner` a block for every page of `tokens`, or None if that would leave fewer than `spare` available.
 
         The matching prefix is shared, unless `reuse` is off because its KV is to be computed again.
         """

@@ -30,10 +30,13 @@ class NaiveCacheAllocator:
     def match(self, tokens: np.ndarray, salt: str = "") -> int:
         return 0
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
+    def open(
+        self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True, spare: int = 0
+    ) -> Allocation | None:
         if owner in self._blocks:
             raise ValueError(f"owner {owner} is open already; close it before it is opened again")
-        blocks = self._take(-(-len(tokens) // self.page_size))
+        needed = -(-len(tokens) // self.page_size)
+        blocks = self._take(needed) if needed + spare <= self.available else None
         if blocks is None:
             return None
         self._blocks[owner] = blocks

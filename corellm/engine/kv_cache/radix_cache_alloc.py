@@ -81,12 +81,14 @@ class RadixCacheAllocator:
     def match(self, tokens: np.ndarray, salt: str = "") -> int:
         return len(self._find(tokens, salt)) * self.page_size
 
-    def open(self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True) -> Allocation | None:
+    def open(
+        self, owner: int, tokens: np.ndarray, salt: str = "", *, reuse: bool = True, spare: int = 0
+    ) -> Allocation | None:
         if owner in self._owners:
             raise ValueError(f"owner {owner} is open already; close it before it is opened again")
         path = self._find(tokens, salt) if reuse else []
         needed = -(-len(tokens) // self.page_size) - len(path)
-        if needed > self.available - sum(node.refs == 0 for node in path):
+        if needed + spare > self.available - sum(node.refs == 0 for node in path):
             return None
         for node in path:  # before blocks are taken: held nodes are not evicted
             self._hold(node)
