@@ -44,7 +44,9 @@ class EngineOptions:
     )
     max_model_len: int | None = _option(None, "Longest prompt + output, in tokens; at most the model's own.", low=1)
     max_batch_tokens: int | None = _option(None, "Token budget of one step.", low=1)
-    max_seqs: int | None = _option(None, "Sequences that run at once.", low=1, high=4096)
+    max_seqs: int | None = _option(
+        None, "Sequences that run at once; else what suits the GPU's size, 64 on a CPU.", low=1, high=4096
+    )
     kv_cache: str = _option("radix", "radix reuses common prefixes; naive does not.", choices=KV_CACHES)
     page_size: int | None = _option(None, "Tokens in one KV block.", low=1, high=1024)
     gpu_memory: float = _option(0.9, "Fraction of a GPU's memory to use.", low=0.05, high=1.0)

@@ -69,7 +69,8 @@ def _remedy(head: RequestRow, snapshot: Snapshot) -> str:
     if head.wait == "blocks":
         return (
             f": {kv.free:,} blocks are free and {kv.cached:,} could be evicted, which is less than its "
-            f"{head.prompt_tokens + head.output_tokens:,} tokens need; a larger --kv-blocks or --gpu-memory admits more"
+            f"{head.prompt_tokens + head.output_tokens:,} tokens and what is left for running ones to grow need; "
+            "a larger --kv-blocks or --gpu-memory admits more"
         )
     if head.wait == "slots":
         return f": all {snapshot.stats.running:,} sequences that may run at once do; a larger --max-seqs admits more"

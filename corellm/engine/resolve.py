@@ -1,4 +1,4 @@
-"""From what the user said to what the engine runs with: every default that depends on device and model."""
+"""From what the user said to what the engine runs with: every default but those that only a GPU's memory can tell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENS = 2**31 - 2  # of a request: positions, and the one behind the last, 
 
 
 def resolve(launch: Launch, checkpoint: Checkpoint) -> Settings:
-    """Decide every open option. Raises `OptionError` for one that the model or the machine cannot meet."""
+    """Decide the open options. Raises `OptionError` for one that the model or the machine cannot meet."""
     options, spec = launch.options, checkpoint.spec
     device = _device(options)
     spec.check_tp(options.tp)

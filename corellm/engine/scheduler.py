@@ -9,8 +9,8 @@ Rules, in order of precedence:
 1. Every running sequence decodes first, one token each, the most urgent and oldest first.
 2. What is left of the token budget goes to prefills in progress, in the same order, in chunks.
 3. Then waiting sequences enter, by priority class and arrival, while slots and blocks last: one block has to be left
-   for each running sequence of their class or above that may need one, or they would soon be preempted for it. The head
-   never yields to a smaller one behind it. Those that await a mask are not in the queue yet.
+   for each running one before them, by class and age, that may need it, or they would soon be preempted for it. The
+   head never yields to a smaller one behind it. Those that await a mask are not in the queue yet.
 4. A decode that needs a block evicts cached blocks; if there are none, the youngest of the lowest class is preempted:
    its blocks become cached, it waits again and recomputes what was evicted meanwhile. So the oldest always progresses.
 5. A constrained sequence samples only while its mask is known, which is once its last token is: it alone falls back
@@ -317,9 +317,11 @@ class Scheduler:
         return True
 
     def _spare(self, sequence: Sequence) -> int:
-        """Blocks to be left when this one enters: one for each that runs, is not preempted before it and may grow."""
-        kept = bisect_left(self.running, (sequence.order[0] + 1, 0), key=by_order)
-        return sum(other.limit - 1 > other.capacity for other in self.running[:kept])
+        """Blocks to be left when this one enters: one for each running before it, by class and age, that may grow."""
+        if self.kv.available >= -(-sequence.total // self.kv.page_size) + len(self.running):
+            return 0  # there are enough for all: no need to count
+        before = bisect_left(self.running, sequence.order, key=by_order)
+        return sum(other.limit - 1 > other.capacity for other in self.running[:before])
 
     def _feed(self, sequence: Sequence, draft: Draft) -> None:
         """Plan the next chunk of a sequence's known tokens; the last chunk samples."""

@@ -90,7 +90,7 @@ def _turns(units):
 
 @gluon.jit
 def _item(items, unit, KV_HEADS: gl.constexpr):
-    """What `attention_work` says of a unit's item, but for the last field, which the producer alone reads."""
+    """The first seven fields of a unit's item, as `attention_work` says; the producer alone reads the eighth."""
     item = items + unit // KV_HEADS * _ITEM_FIELDS
     return (
         gl.load(item), gl.load(item + 1), gl.load(item + 2), gl.load(item + 3),

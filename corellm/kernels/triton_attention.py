@@ -6,9 +6,10 @@ size alone. Where a sequence's positions are shared out over several programs, e
 float32. The last one to do so merges them if the tile is narrow, and a second kernel does where there are many rows to
 merge.
 
-PDL is as in `triton_pointwise`, with two differences. The work list and the block table, which no kernel writes once a
-step's first layer has begun, are read ahead of the wait. And the next kernel is not launched before this one is done:
-the weights that it reads ahead would stand in the way of K, V and the partial results.
+PDL is as in `triton_pointwise`, with three differences. The work list and the block table, which no kernel writes once
+a step's first layer has begun, are read ahead of the wait. Programs without work, but for the first, do not wait. And
+the next kernel is not launched before this one is done: the weights that it reads ahead would stand in the way of K, V
+and the partial results.
 """
 
 from __future__ import annotations

@@ -81,11 +81,12 @@ class TritonPlan:
 class _Launch:
     """One launch of a plan.
 
-    items: int32 [i, ITEM_FIELDS], of which the first `count` are work. rest: of a narrow tile, whose kernel merges its
-    partial results itself, the arrivals it counts; of a wide one, the list of `merges` for a second kernel.
+    items: int32 [i, ITEM_FIELDS], of which the first `count` are work. fused: the kernel merges its partial results
+    itself, and `rest` are the arrivals that it counts; else `rest` is the list of `merges` for a second kernel.
     """
 
     tile: AttentionTile
+    fused: bool
     block_m: int
     items: NDArray[np.int32]
     count: int
@@ -105,13 +106,13 @@ class _Launch:
         items[: len(work.items)] = work.items
         slots = length if width else work.slots
         arrivals = np.zeros(-(-slots * setup.heads.kv // ALIGNED) * ALIGNED, np.int32)
-        return cls(tile, block_m, items, len(work.items), slots, arrivals, merges=0)
+        return cls(tile, True, block_m, items, len(work.items), slots, arrivals, merges=0)
 
     @classmethod
     def wide(cls, setup: AttentionSetup, rows: Rows, chosen: NDArray[np.int64]) -> _Launch:
         block_m, _, work = setup.work(rows, chosen, setup.wide)
         merges = work.merges()
-        return cls(setup.wide, block_m, work.items, len(work.items), work.slots, merges, len(merges))
+        return cls(setup.wide, False, block_m, work.items, len(work.items), work.slots, merges, len(merges))
 
 
 class TritonAttention:
@@ -154,7 +155,7 @@ class TritonAttention:
                 q, k, v, out, partials, stats, rest, items, counts,
                 self._table, self._table.stride(0), q.stride(0), heads.scale * math.log2(math.e),
                 **sizes, PAGE=setup.page_size, BLOCK_N=tile.block_n,
-                MERGE=tile is setup.tuning.narrow,
+                MERGE=launch.fused,
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 num_warps=tile.warps, num_stages=tile.stages, **dependent,
             )  # fmt: skip

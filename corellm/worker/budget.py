@@ -1,4 +1,4 @@
-"""How many KV blocks fit a rank's memory, decided before anything large is allocated."""
+"""How many KV blocks and sequences fit a rank's memory, decided before anything large is allocated."""
 
 from __future__ import annotations
 

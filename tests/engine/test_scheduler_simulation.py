@@ -324,11 +324,11 @@ class World:
         return left
 
     def check_room_to_grow(self, opened: set[int]) -> None:
-        """Whoever enters leaves a block for each that may come to need one and is not preempted before it."""
+        """Whoever enters leaves a block for each older or more urgent one that may come to need it."""
         running, slots = self.scheduler.running, self.slots_by_sequence()
         for last in [s for s in running if s.slot in opened][-1:]:
-            kept = [s for s in running if s is not last and s.order[0] <= last.order[0]]
-            growing = [s for s in kept if s.limit - 1 > len(slots[s.id].blocks) * self.page]
+            before = [s for s in running if s.order < last.order]
+            growing = [s for s in before if s.limit - 1 > len(slots[s.id].blocks) * self.page]
             assert self.kv.available >= len(growing), "who enters takes what the others will need"
             self.counts["left room"] += bool(growing)
 
