@@ -68,8 +68,8 @@ def _remedy(head: RequestRow, snapshot: Snapshot) -> str:
     kv = snapshot.stats.kv
     if head.wait == "blocks":
         return (
-            f": {kv.free:,} blocks are free and {kv.cached:,} could be evicted, which is less than its "
-            f"{head.prompt_tokens + head.output_tokens:,} tokens and what is left for running ones to grow need; "
+            f": {kv.free:,} blocks are free and {kv.cached:,} could be evicted, too few for its "
+            f"{head.prompt_tokens + head.output_tokens:,} tokens and for the running ones to grow; "
             "a larger --kv-blocks or --gpu-memory admits more"
         )
     if head.wait == "slots":

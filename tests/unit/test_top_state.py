@@ -82,7 +82,7 @@ def test_the_explanation_names_the_head_what_it_lacks_and_the_option() -> None:
     state.add(snapshot(1, requests=[head, *others]))
     told = dict(explain(state))
     assert "Request 7 is at the head and lacks KV blocks" in told["The queue"]
-    assert "running ones to grow need; a larger --kv-blocks" in told["The queue"]
+    assert "for the running ones to grow; a larger --kv-blocks" in told["The queue"]
     assert "It has 1 behind it" in told["The queue"]
     assert "mask of tokens that its format allows next: 1." in told["The queue"]
     assert "Step 1 decoded one token for each of 3 sequences and prefilled 4 prompt tokens" in told["The last step"]
