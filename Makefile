@@ -6,7 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 MATERIAL := .material/llama31-tokenizer
 PACKAGES := corellm corellm_cli corellm_tui
 # Tests that wait for nothing but the processor, and so run side by side.
-TOGETHER := tests/engine tests/kernels tests/tui tests/unit tests/e2e/test_token_exact.py
+TOGETHER := tests/engine tests/kernels tests/tui tests/unit $(addprefix tests/e2e/test_,token_exact.py \
+	llama31_shape.py constrained_answers.py server_structured.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu check format clean
