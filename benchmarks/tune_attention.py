@@ -59,12 +59,12 @@ def tune(kind: str, tiles: Iterator[AttentionTile], names: list[str], page_size:
     tunings = [replace(base, **{kind: tile}) for tile in candidates]
     by_case = {name: times(name, tunings, page_size) for name in names}
     found = [{name: by_case[name][i] for name in names} for i in range(len(candidates))]
-    best = {name: min(times) for name, times in by_case.items()}
-    scores = [statistics.fmean(times[name] / best[name] for name in names) for times in found]
+    best = {name: min(micros) for name, micros in by_case.items()}
+    scores = [statistics.fmean(micros[name] / best[name] for name in names) for micros in found]
     ranked = sorted(zip(scores, map(str, candidates), found, strict=True), key=lambda line: line[0])
-    for score, tile, times_of in ranked[:SHOWN]:
-        print(f"{score:.3f}  {tile}  " + "  ".join(f"{name} {micros:.1f}" for name, micros in times_of.items()))
-    return [{"score": score, "tile": tile, "us": times_of} for score, tile, times_of in ranked if score < math.inf]
+    for score, tile, micros in ranked[:SHOWN]:
+        print(f"{score:.3f}  {tile}  " + "  ".join(f"{name} {time:.1f}" for name, time in micros.items()))
+    return [{"score": score, "tile": tile, "us": micros} for score, tile, micros in ranked if score < math.inf]
 
 
 def main() -> None:

@@ -95,9 +95,7 @@ class _Launch:
     merges: int
 
     @classmethod
-    def narrow(
-        cls, setup: AttentionSetup, rows: Rows, chosen: NDArray[np.int64], width: int | None = None
-    ) -> _Launch:  # fmt: skip
+    def narrow(cls, setup: AttentionSetup, rows: Rows, chosen: NDArray[np.int64], width: int | None = None) -> _Launch:
         """With `width`, in arrays as long as any work for so many rows needs."""
         tile = setup.tuning.narrow
         block_m, programs, work = setup.work(rows, chosen, tile)
